@@ -5,17 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from metrale_async.execution.plan import TokenLogprobs
+
 FinishReason = Literal["stop", "length", "timeout", "abort"]
-
-
-@dataclass(frozen=True, slots=True)
-class TokenLogprobs:
-    """Natural-log probabilities at one position, of the model's own distribution (float32)."""
-
-    token_id: int
-    logprob: float
-    top: tuple[tuple[int, float], ...]
-    """(token id, logprob) of the most likely tokens, best first; as many as were asked for."""
 
 
 @dataclass(frozen=True, slots=True)
