@@ -110,6 +110,18 @@ class StepLoop:
             requests_aborted_total=self._aborted,
         )
 
+    def check(self) -> None:
+        """Integrity of everything the engine owns. Raises AssertionError when wrong."""
+        self._scheduler.check()
+        unfinished = {
+            choice.sequence.sequence_id
+            for request in self._requests.values()
+            for choice in request.choices
+            if choice.finish_reason is None
+        }
+        assert unfinished == set(self._choices), "choices and requests disagree"
+        assert len(self._choices) == self._scheduler.num_waiting + self._scheduler.num_running, "a sequence is lost"
+
     # The cycle
 
     async def run(self) -> None:

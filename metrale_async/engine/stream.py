@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from types import TracebackType
@@ -26,6 +28,8 @@ class GenerationStream:
         self._channel = channel
         self._abort = abort
         self._left = False
+        self._loop = asyncio.get_running_loop()
+        self._thread = threading.get_ident()
         self._taken: deque[OutputDelta] = deque()
 
     async def next_batch(self) -> list[OutputDelta]:
@@ -71,8 +75,13 @@ class GenerationStream:
 
     def __del__(self) -> None:
         # An exception in __init__ leaves an object without attributes.
-        if not getattr(self, "_left", True):
+        if getattr(self, "_left", True) or self._channel.ended:
+            return
+        if threading.get_ident() == self._thread:
             self.abort()
+        elif not self._loop.is_closed():
+            # The cycle collector runs in whichever thread allocates; the engine belongs to the loop's.
+            self._loop.call_soon_threadsafe(self._abort, self.request_id)
 
     async def collect(self) -> RequestOutput:
         """Read to the end and join the deltas; leaves the request if reading is cancelled or fails."""

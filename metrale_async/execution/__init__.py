@@ -12,12 +12,14 @@ from metrale_async.execution.plan import (
     StepResult,
     TokenLogprobs,
 )
+from metrale_async.execution.scripted import ScriptedExecutor
 
 __all__ = [
     "Chunk",
     "ChunkResult",
     "Executor",
     "SamplerSpec",
+    "ScriptedExecutor",
     "SequenceStart",
     "StepPlan",
     "StepResult",

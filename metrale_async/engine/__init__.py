@@ -1,0 +1,40 @@
+"""Requests and their scheduling: the embedding API, a request's life, the step cycle, the scheduler, sampling parameters.
+
+May import text, cache, execution, models and kernels; knows nothing of HTTP, flags' syntax or files.
+"""
+
+from metrale_async.engine.async_engine import AsyncEngine, EngineParts, Prompt
+from metrale_async.engine.engine_args import DEFAULT_MODEL, EngineArgs
+from metrale_async.engine.observer import EngineObserver, RequestRecord, StepRecord
+from metrale_async.engine.outputs import (
+    ChoiceOutput,
+    FinishReason,
+    OutputDelta,
+    RequestOutput,
+    TokenLogprobs,
+    Usage,
+)
+from metrale_async.engine.sampling_params import PARAMETER_RANGES, SamplingParams
+from metrale_async.engine.statistics import EngineStatistics
+from metrale_async.engine.stream import GenerationStream
+
+__all__ = [
+    "DEFAULT_MODEL",
+    "PARAMETER_RANGES",
+    "AsyncEngine",
+    "ChoiceOutput",
+    "EngineArgs",
+    "EngineObserver",
+    "EngineParts",
+    "EngineStatistics",
+    "FinishReason",
+    "GenerationStream",
+    "OutputDelta",
+    "Prompt",
+    "RequestOutput",
+    "RequestRecord",
+    "SamplingParams",
+    "StepRecord",
+    "TokenLogprobs",
+    "Usage",
+]

@@ -1,0 +1,142 @@
+"""From EngineArgs to the parts of an engine: the model, its memory, its executor."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable
+from typing import Any, Final
+
+import anyio.to_thread
+import torch
+from metrale_kernels import Selection, select_operations, set_num_threads
+
+from metrale_async.engine import EngineArgs, EngineParts, SamplingParams
+from metrale_async.errors import ConfigurationError
+from metrale_async.execution.local_executor import LocalExecutor
+from metrale_async.execution.model_runner import ModelRunner
+from metrale_async.models import GenerationDefaults, LoadedModel, load_model, resolve_model
+from metrale_async.startup.memory import (
+    KVCacheSize,
+    allocate_caches,
+    auto_batch_size,
+    available_memory_bytes,
+    bytes_per_block,
+    cpu_kv_bytes,
+    kv_cache_size,
+)
+from metrale_async.text import Tokenizer, load_tokenizer
+
+KERNELS_VARIABLE: Final = "METRALE_KERNELS"
+
+Progress = Callable[[str, int, int], None]
+"""What is being done, bytes done, bytes in all."""
+
+logger = logging.getLogger(__name__)
+
+
+async def load_engine_parts(args: EngineArgs, progress: Progress | None = None) -> EngineParts:
+    """Load what ``args`` names; the blocking work is done on a worker thread.
+
+    Raises ModelError if the model cannot be served and ConfigurationError if it does not fit this machine.
+    """
+    return await anyio.to_thread.run_sync(_load, args, progress)
+
+
+def choose_device(requested: str) -> torch.device:
+    """``--device``: auto takes CUDA where there is one. Raises ConfigurationError."""
+    if requested == "cuda" and not torch.cuda.is_available():
+        raise ConfigurationError("--device is cuda, but torch finds no CUDA device; use cpu or auto")
+    if requested == "cuda" or (requested == "auto" and torch.cuda.is_available()):
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")
+
+
+def choose_kernels(device: torch.device) -> Selection:
+    """The implementation ``METRALE_KERNELS`` asks for, or the best there is."""
+    return select_operations(device, os.environ.get(KERNELS_VARIABLE, "auto"))
+
+
+def _load(args: EngineArgs, progress: Progress | None) -> EngineParts:
+    device = choose_device(args.device)
+    threads = args.cpu_threads or len(os.sched_getaffinity(0))
+    selection = choose_kernels(device)
+    logger.info("kernels: %s (%s)", selection.name, selection.reason)
+    source = resolve_model(args.model, allow_download=False)
+    tokenizer = load_tokenizer(source.path)
+    report = None if progress is None else lambda done, total: progress(source.display_name, done, total)
+    loaded = load_model(
+        source,
+        device=device,
+        dtype=args.dtype,
+        operations=selection.operations,
+        progress=report,
+        max_sequence_tokens=args.max_seq_len,
+    )
+    model = loaded.model
+    max_seq_len = min(args.max_seq_len, model.max_position_embeddings)
+    size = _size_kv_cache(args, loaded, max_seq_len, device)
+    caches = allocate_caches(model.states, size.num_blocks, args.block_size, device)
+    max_batch_size = args.max_batch_size or auto_batch_size(size.num_blocks * args.block_size)
+    logger.info(
+        "model %s: %s, weights %.0f MiB, KV cache %d blocks of %d tokens (%.0f MiB), %d sequences of up to %d tokens",
+        source.display_name,
+        str(loaded.dtype).removeprefix("torch."),
+        model.weight_bytes / 2**20,
+        size.num_blocks,
+        args.block_size,
+        size.nbytes / 2**20,
+        max_batch_size,
+        max_seq_len,
+    )
+    runner = ModelRunner(
+        model,
+        caches,
+        num_slots=max_batch_size,
+        block_size=args.block_size,
+        max_seq_len=max_seq_len,
+        device=device,
+    )
+
+    def prepare_thread() -> None:
+        if device.type == "cpu":
+            set_num_threads(threads)
+            # torch's own pool would fight the kernels' for the same cores; without ours, torch does the work.
+            torch.set_num_threads(1 if selection.name == "cpu" else threads)
+
+    return EngineParts(
+        model_name=source.display_name,
+        tokenizer=tokenizer,
+        executor=LocalExecutor(runner, device, prepare_thread=prepare_thread),
+        vocab_size=model.vocab_size,
+        max_seq_len=max_seq_len,
+        num_blocks=size.num_blocks,
+        block_size=args.block_size,
+        max_batch_size=max_batch_size,
+        end_token_ids=_end_token_ids(loaded.generation_defaults, tokenizer),
+        sampling_defaults=_sampling_defaults(loaded.generation_defaults),
+    )
+
+
+def _size_kv_cache(args: EngineArgs, loaded: LoadedModel, max_seq_len: int, device: torch.device) -> KVCacheSize:
+    block_bytes = bytes_per_block(loaded.model.states, args.block_size)
+    if device.type == "cpu":
+        budget = cpu_kv_bytes(args.kv_cache_gb, available_memory_bytes())
+    else:
+        free, total = torch.cuda.mem_get_info(device)
+        budget = int(total * args.gpu_memory_utilization) - (total - free)
+    blocks_per_sequence = -(-max_seq_len // args.block_size)
+    batch = args.max_batch_size or 128
+    return kv_cache_size(budget, block_bytes, most_useful_blocks=batch * blocks_per_sequence)
+
+
+def _end_token_ids(defaults: GenerationDefaults, tokenizer: Tokenizer) -> frozenset[int]:
+    return frozenset(defaults.eos_token_ids) | frozenset(tokenizer.eos_token_ids)
+
+
+def _sampling_defaults(defaults: GenerationDefaults) -> dict[str, Any]:
+    """What generation_config sets, as far as it is a value SamplingParams accepts; the rest is neutral."""
+    names = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+    found = {name: value for name in names if (value := getattr(defaults, name)) is not None}
+    SamplingParams(**found)
+    return found
