@@ -1,0 +1,77 @@
+"""Grouped-query attention over paged keys and values (Ainslie et al. 2023), with rotary embeddings."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from metrale_kernels.interface import Operations, RaggedBatch
+from torch import Tensor
+
+from metrale_async.models.config import ModelConfig
+from metrale_async.models.interface import LayerState, PagedCache, PagedState
+from metrale_async.models.weights import WeightReader
+
+
+def attention_shapes(config: ModelConfig, prefix: str) -> Mapping[str, tuple[int, ...]]:
+    """Names and shapes of one attention's tensors in a checkpoint."""
+    query = config.num_attention_heads * config.head_dim
+    key_value = config.num_key_value_heads * config.head_dim
+    shapes: dict[str, tuple[int, ...]] = {}
+    for module, rows in (("q_proj", query), ("k_proj", key_value), ("v_proj", key_value)):
+        shapes[f"{prefix}.{module}.weight"] = (rows, config.hidden_size)
+        if config.qkv_bias:
+            shapes[f"{prefix}.{module}.bias"] = (rows,)
+    shapes[f"{prefix}.o_proj.weight"] = (config.hidden_size, query)
+    if config.output_bias:
+        shapes[f"{prefix}.o_proj.bias"] = (config.hidden_size,)
+    if config.query_key_norm:
+        shapes[f"{prefix}.q_norm.weight"] = (config.head_dim,)
+        shapes[f"{prefix}.k_norm.weight"] = (config.head_dim,)
+    return shapes
+
+
+class Attention:
+    """One layer's attention: fused projection, per-head norms if any, rotation, paged attention, output projection."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        layer: int,
+        prefix: str,
+        weights: WeightReader,
+        operations: Operations,
+        rotary: tuple[Tensor, Tensor],
+    ) -> None:
+        self._operations = operations
+        self._heads = config.num_attention_heads
+        self._kv_heads = config.num_key_value_heads
+        self._head_dim = config.head_dim
+        self._eps = config.rms_norm_eps
+        self._scale = config.head_dim**-0.5
+        self._window = config.window_of(layer)
+        self._cos, self._sin = rotary
+        modules = (f"{prefix}.q_proj", f"{prefix}.k_proj", f"{prefix}.v_proj")
+        self._qkv = weights.linear(*modules, bias=config.qkv_bias)
+        self._output = weights.linear(f"{prefix}.o_proj", bias=config.output_bias)
+        self._norms: tuple[Tensor, Tensor] | None = None
+        if config.query_key_norm:
+            self._norms = weights.tensor(f"{prefix}.q_norm.weight"), weights.tensor(f"{prefix}.k_norm.weight")
+        self.states: Sequence[LayerState] = (PagedState(self._kv_heads, self._head_dim, weights.dtype),)
+
+    def __call__(self, hidden: Tensor, batch: RaggedBatch, caches: Sequence[PagedCache]) -> Tensor:
+        """hidden [T, hidden] -> [T, hidden]; writes this step's keys and values into the one cache."""
+        operations, (cache,) = self._operations, caches
+        query_size = self._heads * self._head_dim
+        kv_size = self._kv_heads * self._head_dim
+        qkv = operations.linear(hidden, self._qkv)
+        query = qkv[:, :query_size].view(-1, self._heads, self._head_dim)
+        key = qkv[:, query_size : query_size + kv_size].view(-1, self._kv_heads, self._head_dim)
+        value = qkv[:, query_size + kv_size :].view(-1, self._kv_heads, self._head_dim)
+        if self._norms is not None:
+            query_norm, key_norm = self._norms
+            query = operations.rms_norm(query, query_norm, self._eps)
+            key = operations.rms_norm(key, key_norm, self._eps)
+        operations.rotary_(query, key, batch.positions, self._cos, self._sin)
+        operations.write_kv(key, value, cache.keys, cache.values, batch.slots)
+        attended = operations.attention(query, cache.keys, cache.values, batch, self._scale, self._window)
+        return operations.linear(attended.flatten(1), self._output)
