@@ -57,7 +57,7 @@ def hub_path(repo: str, file: str | None, *, allow_download: bool) -> Path:
 
 
 def _transport_error() -> type[Exception]:
-    """What the hub library's HTTP client raises for a broken connection; which client that is depends on its version."""
+    """What the hub library's HTTP client raises for a broken connection; which client it is depends on its version."""
     from huggingface_hub.errors import HfHubHTTPError
 
     base: type[Exception] = HfHubHTTPError.__bases__[0]

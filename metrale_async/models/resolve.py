@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -17,7 +18,7 @@ class ModelSource:
 
     kind: Literal["hf_directory", "gguf"]
     path: Path
-    name: str
+    display_name: str
     """What the model is called in answers: the short name, the hub id, or the last part of the path."""
 
 
@@ -59,7 +60,7 @@ def resolve_model(name: str, *, allow_download: bool = False) -> ModelSource:
         if file is not None:
             return ModelSource("gguf", located, name)
         source = _from_path(located)
-        return ModelSource(source.kind, source.path, name)
+        return dataclasses.replace(source, display_name=name)
     raise ModelNotFoundError(
         f"there is no model {name!r}: it is neither a path on this machine, nor a short name "
         f"({', '.join(sorted(CATALOGUE))}), nor a hub id (org/name or org/name:file.gguf)"

@@ -72,7 +72,7 @@ class SafetensorsWeights:
             raise CheckpointError(f"{path.name}{described} is not a whole safetensors file: {error}") from error
         self.files.append(path)
         self._handles[path.name] = handle
-        for name in handle.keys():
+        for name in handle.keys():  # noqa: SIM118  (a handle is not iterable)
             if name in self._entries:
                 raise CheckpointError(f"tensor {name} lies in both {self._entries[name].file} and {path.name}")
             view = handle.get_slice(name)
