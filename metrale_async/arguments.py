@@ -59,8 +59,8 @@ def allowed_range(info: ArgumentInfo) -> str:
     """The allowed values in words, as used in messages and in the flag table."""
     if info.choices:
         return "one of " + ", ".join(info.choices)
-    low = None if info.minimum is None else f"{info.minimum:g}"
-    high = None if info.maximum is None else f"{info.maximum:g}"
+    low = None if info.minimum is None else _number(info.minimum)
+    high = None if info.maximum is None else _number(info.maximum)
     if low is not None and high is not None:
         words = f"{low} to {high}"
     elif low is not None:
@@ -70,6 +70,10 @@ def allowed_range(info: ArgumentInfo) -> str:
     else:
         words = "any value"
     return f"{words}, or auto" if info.auto else words
+
+
+def _number(limit: float) -> str:
+    return str(limit) if isinstance(limit, int) else f"{limit:g}"
 
 
 def violations(arguments: Any) -> list[str]:
