@@ -44,7 +44,7 @@ LayerState = PagedState | RecurrentState | OpaqueState
 
 @dataclass(frozen=True, slots=True)
 class PagedCache:
-    """One layer's view of the KV block memory: keys and values [blocks, heads, block size, head_dim], stride(0) free."""
+    """One layer's view of the KV memory: keys and values [blocks, heads, block size, head_dim], stride(0) free."""
 
     keys: Tensor
     values: Tensor
