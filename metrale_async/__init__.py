@@ -2,7 +2,8 @@
 
     from metrale_async import AsyncEngine, SamplingParams
 
-Names are loaded when they are first used, so that ``--help`` and the storage and kernel packages need no tokenizer library.
+Names are loaded when they are first used, so that ``--help`` and the storage and kernel packages need no tokenizer
+library.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """How a flag is declared once and used everywhere.
 
-A configuration is a frozen dataclass whose fields are made with :func:`argument`. The command line (``cli/``) builds its
-parser, its grouped ``--help`` and the README's flag table from these declarations, the embedding API takes the same
+A configuration is a frozen dataclass whose fields are made with :func:`argument`. The command line (``cli/``) builds
+its parser, its grouped ``--help`` and the README's flag table from these declarations, the embedding API takes the same
 names as keyword arguments, and :func:`violations` checks both in the same words.
 """
 

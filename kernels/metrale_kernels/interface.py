@@ -7,9 +7,10 @@ neighbours or on how a prompt was cut):
 - attention adds over keys in an order fixed by absolute position, so prefill in one piece, prefill in chunks and decode
   agree bit for bit.
 
-Shapes: T rows (tokens of all sequences in the step, packed), S sequences, H heads, D head size, N/K output/input features.
-Tensors are contiguous unless said otherwise; "row-strided" means that ``stride(0)`` is free and the rest is contiguous,
-so that slices of a fused projection need no copy. Activations are float32 or bfloat16, and all of one call agree.
+Shapes: T rows (tokens of all sequences in the step, packed), S sequences, H heads, D head size, N/K output/input
+features. Tensors are contiguous unless said otherwise; "row-strided" means that ``stride(0)`` is free and the rest is
+contiguous, so that slices of a fused projection need no copy. Activations are float32 or bfloat16, and all of one call
+agree.
 """
 
 from __future__ import annotations
@@ -26,8 +27,8 @@ from torch import Tensor
 class RaggedBatch:
     """Which rows belong to which sequence, and where their keys and values live. All tensors on the model's device.
 
-    Row r of sequence s is ``query_starts[s] <= r < query_starts[s + 1]``; the rows of a sequence are its newest tokens in
-    order, so the last of them is position ``context_lengths[s] - 1``.
+    Row r of sequence s is ``query_starts[s] <= r < query_starts[s + 1]``; the rows of a sequence are its newest tokens
+    in order, so the last of them is position ``context_lengths[s] - 1``.
     """
 
     positions: Tensor
@@ -71,7 +72,8 @@ class Operations(Protocol):
         ...
 
     def linear(self, x: Tensor, weight: PackedLinear, out_dtype: torch.dtype | None = None) -> Tensor:
-        """x [T, K] row-strided -> [T, N] in ``out_dtype`` (default: x's); float32 accumulation, bias added before rounding."""
+        """x [T, K] row-strided -> [T, N] in ``out_dtype`` (default: x's); float32 accumulation, bias added before
+        rounding."""
         ...
 
     def embedding(self, token_ids: Tensor, table: Tensor) -> Tensor:
@@ -79,7 +81,8 @@ class Operations(Protocol):
         ...
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        """x [T, D] or [T, H, D], row-strided, normalised over D in float32 -> contiguous, same shape (Zhang & Sennrich 2019).
+        """x [T, D] or [T, H, D], row-strided, normalised over D in float32 -> contiguous, same shape (Zhang & Sennrich
+        2019).
 
         weight [D], in x's dtype; the normalised value is rounded to x's dtype before it is scaled, as in transformers.
         """
@@ -92,8 +95,8 @@ class Operations(Protocol):
     def rotary_(self, query: Tensor, key: Tensor, positions: Tensor, cos: Tensor, sin: Tensor) -> None:
         """Rotate query [T, Hq, D] and key [T, Hk, D] (row-strided) in place (RoFormer, half-split pairing as in Llama).
 
-        cos, sin float32 [P, R/2] by position (already scaled where the config scales them); the first R <= D values of each
-        head are rotated: pairs (i, i + R/2).
+        cos, sin float32 [P, R/2] by position (already scaled where the config scales them); the first R <= D values of
+        each head are rotated: pairs (i, i + R/2).
         """
         ...
 
@@ -102,7 +105,8 @@ class Operations(Protocol):
         ...
 
     def write_kv(self, key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slots: Tensor) -> None:
-        """Store key, value [T, Hk, D] (row-strided) at ``slots`` of the caches [blocks, Hk, block size, D] (stride(0) free)."""
+        """Store key, value [T, Hk, D] (row-strided) at ``slots`` of the caches [blocks, Hk, block size, D] (stride(0)
+        free)."""
         ...
 
     def attention(
@@ -116,7 +120,8 @@ class Operations(Protocol):
     ) -> Tensor:
         """Causal attention of query [T, Hq, D] (row-strided) over the paged caches -> contiguous [T, Hq, D].
 
-        Caches are [blocks, Hk, block size, D] with free stride(0); Hq is a multiple of Hk. A row at position p sees the keys
-        at positions max(0, p - sliding_window + 1) .. p. This step's keys are already in the cache. Softmax in float32.
+        Caches are [blocks, Hk, block size, D] with free stride(0); Hq is a multiple of Hk. A row at position p sees
+        the keys at positions max(0, p - sliding_window + 1) .. p. This step's keys are already in the cache. Softmax
+        in float32.
         """
         ...

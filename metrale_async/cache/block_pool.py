@@ -83,4 +83,6 @@ class BlockPool:
         assert expected == self._references, "references do not add up to their holders"
         free = set(self._free)
         assert len(free) == len(self._free), "a block is in the free list twice"
-        assert free == {block for block, count in enumerate(expected) if count == 0}, "the free list is not the free blocks"
+        assert free == {block for block, count in enumerate(expected) if count == 0}, (
+            "the free list is not the free blocks"
+        )

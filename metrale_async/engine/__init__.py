@@ -12,12 +12,12 @@ from metrale_async.engine.outputs import (
     FinishReason,
     OutputDelta,
     RequestOutput,
-    TokenLogprobs,
     Usage,
 )
 from metrale_async.engine.sampling_params import PARAMETER_RANGES, SamplingParams
 from metrale_async.engine.statistics import EngineStatistics
 from metrale_async.engine.stream import GenerationStream
+from metrale_async.execution import TokenLogprobs
 
 if TYPE_CHECKING:
     from metrale_async.engine.async_engine import AsyncEngine, EngineParts, Prompt

@@ -1,8 +1,8 @@
 """The embedding API: a model behind ``generate`` and ``complete``, and the admission of requests.
 
-    async with AsyncEngine(model="smollm2-135m") as engine:
-        async for delta in engine.generate("Once upon a time", SamplingParams(max_tokens=32)):
-            print(delta.text, end="")
+async with AsyncEngine(model="smollm2-135m") as engine:
+    async for delta in engine.generate("Once upon a time", SamplingParams(max_tokens=32)):
+        print(delta.text, end="")
 """
 
 from __future__ import annotations
@@ -254,8 +254,8 @@ class AsyncEngine:
     async def generate(
         self, prompt: Prompt, params: SamplingParams | None = None, *, request_id: str | None = None
     ) -> AsyncIterator[OutputDelta]:
-        """Stream the answer to a prompt: text (completed as it is), token ids, or chat messages (rendered by the model's
-        chat template). Leaving the loop ends the request. Raises what :meth:`submit` raises.
+        """Stream the answer to a prompt: text (completed as it is), token ids, or chat messages (rendered by the
+        model's chat template). Leaving the loop ends the request. Raises what :meth:`submit` raises.
         """
         stream = await self._open(prompt, params, request_id)
         async with stream:
@@ -309,7 +309,9 @@ class AsyncEngine:
         wanted = params.max_tokens if params.max_tokens is not None else max(1, params.min_tokens)
         if len(prompt) + wanted > limit:
             asked = f"{len(prompt)} prompt tokens and {wanted} to generate make {len(prompt) + wanted}"
-            raise RequestTooLongError(f"{asked}; {what} holds {limit}", param="max_tokens" if params.max_tokens else "prompt")
+            raise RequestTooLongError(
+                f"{asked}; {what} holds {limit}", param="max_tokens" if params.max_tokens else "prompt"
+            )
         return wanted if params.max_tokens is not None else limit - len(prompt)
 
     @property
@@ -343,4 +345,3 @@ def _sampler_spec(params: SamplingParams, seed: int, choice: int, end_token_ids:
         min_tokens=params.min_tokens,
         suppressed_token_ids=tuple(sorted(end_token_ids)),
     )
-

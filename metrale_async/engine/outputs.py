@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from metrale_async.execution.plan import TokenLogprobs
+from metrale_async.execution import TokenLogprobs
 
 FinishReason = Literal["stop", "length", "timeout", "abort"]
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from metrale_async.engine.channel import DeltaChannel
-from metrale_async.engine.outputs import FinishReason, TokenLogprobs, Usage
+from metrale_async.engine.outputs import FinishReason, Usage
 from metrale_async.engine.sampling_params import SamplingParams
 from metrale_async.engine.sequence import Sequence as EngineSequence
-from metrale_async.execution.plan import Chunk, ChunkResult
+from metrale_async.execution import Chunk, ChunkResult, TokenLogprobs
 from metrale_async.text import IncrementalDetokenizer, StopMatcher, Tokenizer
 
 

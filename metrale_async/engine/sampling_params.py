@@ -61,8 +61,8 @@ PARAMETER_RANGES: Final[Mapping[str, ParameterRange]] = {
 class SamplingParams:
     """How the tokens of one request are chosen; construction raises InvalidRequestError naming the field.
 
-    The order of the filters is the usual one: logit_bias, penalties, temperature, top_k, top_p, min_p. Log-probabilities
-    are those of the model's own distribution, before any of them.
+    The order of the filters is the usual one: logit_bias, penalties, temperature, top_k, top_p, min_p.
+    Log-probabilities are those of the model's own distribution, before any of them.
     """
 
     temperature: float = 1.0

@@ -1,14 +1,15 @@
 """The scheduler: decides each step, pure and synchronous. No I/O, no torch, no clock of its own.
 
-One step holds a decode row for every running sequence that has a token to feed, and prompt rows up to the prefill budget:
-first for running sequences whose prompt is not finished, then for waiting ones, strictly first come, first served.
-When blocks run out the youngest running sequence is preempted: its blocks are freed at once, it returns to the queue at
-the place of its arrival, and it is computed again from its tokens later. The oldest sequence can take every block there is and a
-request is only accepted if it fits alone, so the oldest always finishes and every sequence becomes the oldest.
+One step holds a decode row for every running sequence that has a token to feed, and prompt rows up to the prefill
+budget: first for running sequences whose prompt is not finished, then for waiting ones, strictly first come, first
+served. When blocks run out the youngest running sequence is preempted: its blocks are freed at once, it returns to the
+queue at the place of its arrival, and it is computed again from its tokens later. The oldest sequence can take every
+block there is and a request is only accepted if it fits alone, so the oldest always finishes and every sequence
+becomes the oldest.
 
 Plans are made ahead: while step n runs, plan n + 1 counts on the tokens that step n will sample without knowing them
-(``Sequence.samples_in_flight``). If such a token turns out to end its sequence, the row already planned for the next step is
-computed for nothing and its result is dropped.
+(``Sequence.samples_in_flight``). If such a token turns out to end its sequence, the row already planned for the next
+step is computed for nothing and its result is dropped.
 """
 
 from __future__ import annotations
@@ -201,7 +202,8 @@ class Scheduler:
     # Helpers, in the order of use
 
     def _make_room(self, sequence: Sequence, rows: int) -> bool:
-        """Free blocks for ``rows`` more tokens of a running sequence, if need be by preempting younger ones or itself."""
+        """Free blocks for ``rows`` more tokens of a running sequence, if need be by preempting younger ones or
+        itself."""
         needed = self._blocks_for(sequence.computed_tokens + rows) - len(sequence.blocks)
         while needed > self._pool.num_free:
             victim = self._running[-1]
@@ -243,10 +245,12 @@ class Scheduler:
     def _spare_blocks(self) -> int:
         """Free blocks left once every running sequence has what its known tokens need, and one block to grow into.
 
-        Admission goes by this number: a sequence admitted into less would be preempted when the others' next block is due.
+        Admission goes by this number: a sequence admitted into less would be preempted when the others' next block is
+        due.
         """
         promised = sum(
-            max(0, self._blocks_for(sequence.planned_tokens + 1) - len(sequence.blocks)) + 1 for sequence in self._running
+            max(0, self._blocks_for(sequence.planned_tokens + 1) - len(sequence.blocks)) + 1
+            for sequence in self._running
         )
         return self._pool.num_free - promised
 

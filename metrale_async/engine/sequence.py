@@ -23,7 +23,8 @@ class Sequence:
     """Tokens, blocks and progress of one sequence. Only the scheduler writes to it."""
 
     sequence_id: int
-    """Rises with arrival; the order in which sequences are admitted and the reverse of that in which they are preempted."""
+    """Rises with arrival; the order in which sequences are admitted and the reverse of that in which they are
+    preempted."""
     prompt_token_ids: SequenceOf[int]
     max_new_tokens: int
     sampler: SamplerSpec

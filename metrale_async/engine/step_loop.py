@@ -168,9 +168,7 @@ class StepLoop:
         inter_token_s = [gap for emission in emissions if (gap := self._emit(emission, now_s)) is not None]
         if self._observer is not None:
             self._observer.step_finished(
-                StepRecord(
-                    duration_s, plan.prefill_tokens, plan.decode_tokens, len(plan.chunks), tuple(inter_token_s)
-                )
+                StepRecord(duration_s, plan.prefill_tokens, plan.decode_tokens, len(plan.chunks), tuple(inter_token_s))
             )
 
     # One emission

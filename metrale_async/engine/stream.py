@@ -9,15 +9,16 @@ from collections.abc import Callable, Sequence
 from types import TracebackType
 
 from metrale_async.engine.channel import DeltaChannel
-from metrale_async.engine.outputs import ChoiceOutput, OutputDelta, RequestOutput, TokenLogprobs, Usage
+from metrale_async.engine.outputs import ChoiceOutput, OutputDelta, RequestOutput, Usage
+from metrale_async.execution import TokenLogprobs
 
 
 class GenerationStream:
     """A request's deltas as an async iterator that can be left at any time.
 
     Leaving (``aclose``, ``abort``, an ``async with`` block, or dropping the last reference to the stream, which is what
-    ``break`` in an ``async for`` over it does) ends the request at once: its blocks and slots are free when the call returns.
-    The engine itself holds no reference to this object.
+    ``break`` in an ``async for`` over it does) ends the request at once: its blocks and slots are free when the call
+    returns. The engine itself holds no reference to this object.
     """
 
     def __init__(

@@ -1,6 +1,6 @@
 """Where steps run: plans and results, executors, stream threads, the model runner and the sampler. Imports models and
-kernels, nothing above. This file names only what needs no torch; ``model_runner``, ``sampler`` and ``local_executor`` are
-imported by those who load a model."""
+kernels, nothing above. This file names only what needs no torch; ``model_runner``, ``sampler`` and ``local_executor``
+are imported by those who load a model."""
 
 from metrale_async.execution.executor import Executor
 from metrale_async.execution.plan import (

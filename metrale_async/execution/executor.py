@@ -1,5 +1,5 @@
-"""The executor interface: where steps run. ``LocalExecutor`` (this process's device) and ``ScriptedExecutor`` (no model,
-for simulation and host-side benchmarks) implement it."""
+"""The executor interface: where steps run. ``LocalExecutor`` (this process's device) and ``ScriptedExecutor`` (no
+model, for simulation and host-side benchmarks) implement it."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ class Executor(Protocol):
     def submit(self, plan: StepPlan) -> Awaitable[StepResult]:
         """Queue one step and return at once; awaiting the result does not start anything.
 
-        Faults of a chunk come back in its ChunkResult; an exception from the awaitable means that the executor as a whole
-        is broken.
+        Faults of a chunk come back in its ChunkResult; an exception from the awaitable means that the executor as a
+        whole is broken.
         """
         ...
 

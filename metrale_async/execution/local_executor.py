@@ -48,9 +48,13 @@ class LocalExecutor:
         """
         self._thread.start()
         await self._thread.submit(lambda: self._prepare_thread)
-        start = SequenceStart(slot=0, sequence_id=-1, token_ids=(0,) * WARM_UP_TOKENS, prompt_length=1, sampler=_NEUTRAL)
+        start = SequenceStart(
+            slot=0, sequence_id=-1, token_ids=(0,) * WARM_UP_TOKENS, prompt_length=1, sampler=_NEUTRAL
+        )
         chunk = Chunk(slot=0, sequence_id=-1, start=0, count=1, new_blocks=(0,), samples=True)
-        result = await self.submit(StepPlan(step=-1, starts=(start,), chunks=(chunk,), prefill_tokens=1, decode_tokens=0))
+        result = await self.submit(
+            StepPlan(step=-1, starts=(start,), chunks=(chunk,), prefill_tokens=1, decode_tokens=0)
+        )
         error = result.chunks[0].error
         if error is not None:
             raise error

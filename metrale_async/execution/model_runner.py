@@ -1,7 +1,7 @@
 """Runs one step plan on a model: builds the ragged batch, runs the layers, samples.
 
-Everything per sequence lives in slots allocated up front: its tokens, its block table, its sampler. A plan only says what
-changes. State that a step changes besides KV rows (tokens, token counts) is written after all of its computation
+Everything per sequence lives in slots allocated up front: its tokens, its block table, its sampler. A plan only says
+what changes. State that a step changes besides KV rows (tokens, token counts) is written after all of its computation
 succeeded, and KV rows are the same whenever they are written, so a step that failed can be run again chunk by chunk.
 """
 
@@ -10,8 +10,10 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from metrale_kernels.interface import RaggedBatch
 from torch import Tensor
@@ -66,8 +68,8 @@ class ModelRunner:
         self._block_size = block_size
         self._device = device
         self._slots: list[_Slot | None] = [None] * num_slots
-        # Tokens stay on the device, so that a sampled one feeds the next step without a way through the host; block tables
-        # are the scheduler's decisions and are kept on the host. Untouched pages of both cost no memory.
+        # Tokens stay on the device, so that a sampled one feeds the next step without a way through the host; block
+        # tables are the scheduler's decisions and are kept on the host. Untouched pages of both cost no memory.
         self._tokens = torch.zeros(num_slots, max_seq_len + 1, dtype=torch.int64, device=device)
         self._block_tables = np.zeros((num_slots, -(-max_seq_len // block_size) + 1), dtype=np.int32)
 
@@ -96,7 +98,7 @@ class ModelRunner:
         return lambda: StepResult(finish())
 
     def _finish_one_by_one(self, chunks: Sequence[Chunk]) -> Callable[[], StepResult]:
-        results = []
+        results: list[ChunkResult] = []
         for chunk in chunks:
             try:
                 results.extend(self._launch_chunks((chunk,))())
@@ -166,7 +168,8 @@ class ModelRunner:
         return batch, self._tokens[self._to_device(row_slots), position_tensor]
 
     def _sample(self, chunks: Sequence[Chunk], logits: Tensor) -> Tensor:
-        """logits float32 [R, V], a row per chunk -> int64 [R]; also writes the tokens where the next step reads them."""
+        """logits float32 [R, V], a row per chunk -> int64 [R]; also writes the tokens where the next step reads
+        them."""
         sampled = logits.argmax(dim=-1)
         for row, chunk in enumerate(chunks):
             slot = self._slot(chunk)
@@ -205,8 +208,10 @@ class ModelRunner:
 
     def _slot(self, chunk: Chunk) -> _Slot:
         slot = self._slots[chunk.slot]
-        assert slot is not None and slot.sequence_id == chunk.sequence_id, "a plan names a slot its sequence does not hold"
+        assert slot is not None and slot.sequence_id == chunk.sequence_id, (
+            "a plan names a slot its sequence does not hold"
+        )
         return slot
 
-    def _to_device(self, array: np.ndarray) -> Tensor:  # type: ignore[type-arg]
+    def _to_device(self, array: npt.NDArray[Any]) -> Tensor:
         return torch.from_numpy(np.ascontiguousarray(array)).to(self._device, non_blocking=True)

@@ -39,11 +39,7 @@ class SamplerSpec:
 
     @property
     def edits_logits(self) -> bool:
-        return (
-            bool(self.logit_bias)
-            or self.has_penalties
-            or (self.min_tokens > 0 and bool(self.suppressed_token_ids))
-        )
+        return bool(self.logit_bias) or self.has_penalties or (self.min_tokens > 0 and bool(self.suppressed_token_ids))
 
     @property
     def has_penalties(self) -> bool:

@@ -1,8 +1,8 @@
 """From logits to a token: a function of the row, the sequence's own history and its own random number, of nothing else.
 
 Every sampled row is computed on its own, as a vector of one fixed length, so its bits cannot depend on its neighbours.
-Filters are expressed as thresholds on values, which keeps all tokens that tie with the last one kept and needs no order among
-equal values.
+Filters are expressed as thresholds on values, which keeps all tokens that tie with the last one kept and needs no
+order among equal values.
 """
 
 from __future__ import annotations
@@ -70,8 +70,8 @@ def edit_logits(logits: Tensor, spec: SamplerSpec, history: TokenHistory | None,
 
 
 def sample_row(logits: Tensor, spec: SamplerSpec, random: float) -> Tensor:
-    """float32 [V] (edited) -> int64 scalar. ``random`` in [0, 1) picks from the filtered distribution by its cumulative sum
-    in vocabulary order."""
+    """float32 [V] (edited) -> int64 scalar. ``random`` in [0, 1) picks from the filtered distribution by its
+    cumulative sum in vocabulary order."""
     if spec.temperature == 0.0 or spec.top_k == 1:
         return logits.argmax()
     logits = logits / spec.temperature

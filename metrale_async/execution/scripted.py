@@ -1,9 +1,10 @@
 """An executor without a model: tokens are a function of the sequence's own history, and the KV memory is real.
 
-Each KV slot holds a digest of its token and all tokens before it. A step reads the digest before a chunk *through the block
-table the plans built*, chains the chunk's tokens onto it, and the sampled token is drawn from the last digest. A wrong block, a
-block freed too early or two sequences writing to one block therefore change the tokens, as with a model; with ``verify``
-every read of a step is also compared with the tokens its slot should hold, and the first wrong one raises.
+Each KV slot holds a digest of its token and all tokens before it. A step reads the digest before a chunk *through the
+block table the plans built*, chains the chunk's tokens onto it, and the sampled token is drawn from the last digest. A
+wrong block, a block freed too early or two sequences writing to one block therefore change the tokens, as with a
+model; with ``verify`` every read of a step is also compared with the tokens its slot should hold, and the first wrong
+one raises.
 
 It serves the simulation (on virtual time) and benchmarks of everything but the model.
 """
@@ -46,8 +47,8 @@ class _Slot:
 
 
 class ScriptedExecutor:
-    """``step_s`` gives a plan's duration in seconds of the running loop's clock; ``fault`` an error for a chunk, or None.
-    The tokens of a chunk that fails are not computed."""
+    """``step_s`` gives a plan's duration in seconds of the running loop's clock; ``fault`` an error for a chunk, or
+    None. The tokens of a chunk that fails are not computed."""
 
     def __init__(
         self,
@@ -104,7 +105,9 @@ class ScriptedExecutor:
     def run(self, plan: StepPlan) -> StepResult:
         """Compute one step at once."""
         for start in plan.starts:
-            self._slots[start.slot] = _Slot(start.sequence_id, start.sampler, list(start.token_ids), start.prompt_length)
+            self._slots[start.slot] = _Slot(
+                start.sequence_id, start.sampler, list(start.token_ids), start.prompt_length
+            )
         # All writes of a step come before its reads, as in a batched attention kernel.
         for chunk in plan.chunks:
             slot = self._slots[chunk.slot]

@@ -1,11 +1,12 @@
 """A stream thread: one Python thread that owns one device queue.
 
-On CUDA the thread runs inside one ``torch.cuda.Stream`` of its own; on CPU it is the thread that drives the compute pool. Work
-goes in through a queue and comes back to the event loop with ``call_soon_threadsafe``.
+On CUDA the thread runs inside one ``torch.cuda.Stream`` of its own; on CPU it is the thread that drives the compute
+pool. Work goes in through a queue and comes back to the event loop with ``call_soon_threadsafe``.
 
-A job has two halves: ``launch`` puts work on the device and returns ``finish``, which waits for the device and builds the
-result. On CUDA launching is asynchronous, so if another job is queued it is launched before the first is finished: the device
-goes from one to the next without waiting for Python. On CPU a launch *is* the computation and ``finish`` follows at once.
+A job has two halves: ``launch`` puts work on the device and returns ``finish``, which waits for the device and builds
+the result. On CUDA launching is asynchronous, so if another job is queued it is launched before the first is finished:
+the device goes from one to the next without waiting for Python. On CPU a launch *is* the computation and ``finish``
+follows at once.
 """
 
 from __future__ import annotations
@@ -58,7 +59,7 @@ class StreamThread:
 
     def _run(self) -> None:
         if self._device.type == "cuda":
-            stream = torch.cuda.Stream(self._device)
+            stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
             with torch.cuda.stream(stream), torch.inference_mode():
                 self._work(stream)
         else:

@@ -12,7 +12,7 @@ import torch
 from metrale_kernels import Selection, select_operations, set_num_threads
 
 from metrale_async.engine import EngineArgs, EngineParts, SamplingParams
-from metrale_async.errors import ConfigurationError
+from metrale_async.errors import CheckpointError, ConfigurationError, InvalidRequestError
 from metrale_async.execution.local_executor import LocalExecutor
 from metrale_async.execution.model_runner import ModelRunner
 from metrale_async.models import GenerationDefaults, LoadedModel, load_model, resolve_model
@@ -135,8 +135,12 @@ def _end_token_ids(defaults: GenerationDefaults, tokenizer: Tokenizer) -> frozen
 
 
 def _sampling_defaults(defaults: GenerationDefaults) -> dict[str, Any]:
-    """What generation_config sets, as far as it is a value SamplingParams accepts; the rest is neutral."""
+    """What generation_config sets; the rest stays neutral. Raises CheckpointError for values no request could ask
+    for."""
     names = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
     found = {name: value for name in names if (value := getattr(defaults, name)) is not None}
-    SamplingParams(**found)
+    try:
+        SamplingParams(**found)
+    except InvalidRequestError as error:
+        raise CheckpointError(f"the checkpoint's sampling defaults are unusable: {error.message}") from error
     return found

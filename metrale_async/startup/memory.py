@@ -90,9 +90,9 @@ def allocate_caches(
     caches = []
     offset = 0
     for state, count in zip(paged, elements, strict=True):
-        shape = (state.heads, block_size, state.head_dim)
-        keys = blocks[:, offset : offset + count].unflatten(1, shape)
-        values = blocks[:, offset + count : offset + 2 * count].unflatten(1, shape)
+        shape = (num_blocks, state.heads, block_size, state.head_dim)
+        keys = blocks[:, offset : offset + count].view(shape)
+        values = blocks[:, offset + count : offset + 2 * count].view(shape)
         caches.append(PagedCache(keys, values))
         offset += 2 * count
     return caches

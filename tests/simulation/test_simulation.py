@@ -1,0 +1,73 @@
+from __future__ import annotations
+
+from dataclasses import asdict
+
+import pytest
+
+from metrale_async.cache import BlockPool
+from metrale_async.engine.scheduler import Scheduler
+from metrale_async.engine.sequence import Sequence
+from tests.simulation.world import run_seed
+
+SEEDS_PER_TEST = 100
+
+
+@pytest.mark.parametrize("first", range(0, 800, SEEDS_PER_TEST))
+def test_answers_do_not_depend_on_load_and_nothing_leaks(first: int) -> None:
+    for seed in range(first, first + SEEDS_PER_TEST):
+        run_seed(seed)
+
+
+def test_the_simulation_meets_every_kind_of_end() -> None:
+    totals: dict[str, int] = {}
+    for seed in range(200):
+        for name, count in asdict(run_seed(seed)).items():
+            totals[name] = totals.get(name, 0) + count
+    assert all(count > 20 for count in totals.values()), totals
+
+
+def _finds(seeds: int = 200) -> bool:
+    for seed in range(seeds):
+        try:
+            run_seed(seed)
+        except BaseException:
+            return True
+    return False
+
+
+def test_it_finds_a_missed_release(monkeypatch: pytest.MonkeyPatch) -> None:
+    release = BlockPool.release
+    monkeypatch.setattr(BlockPool, "release", lambda self, blocks: release(self, list(blocks)[1:]))
+    assert _finds()
+
+
+def test_it_finds_a_block_given_to_two_sequences(monkeypatch: pytest.MonkeyPatch) -> None:
+    def allocate(self: BlockPool, count: int) -> list[int]:
+        taken = original(self, count)
+        if taken and self.num_free:
+            self._free[-1] = taken[0]
+        return taken
+
+    original = BlockPool.allocate
+    monkeypatch.setattr(BlockPool, "allocate", allocate)
+    assert _finds()
+
+
+def test_it_finds_a_token_lost_by_preemption(monkeypatch: pytest.MonkeyPatch) -> None:
+    def preempt(self: Scheduler, sequence: Sequence) -> None:
+        original(self, sequence)
+        del sequence.output_token_ids[-1:]
+
+    original = Scheduler._preempt
+    monkeypatch.setattr(Scheduler, "_preempt", preempt)
+    assert _finds()
+
+
+def test_it_finds_an_end_token_that_is_not_heeded(monkeypatch: pytest.MonkeyPatch) -> None:
+    def add(self: Scheduler, sequence: Sequence) -> None:
+        sequence.end_token_ids = frozenset()
+        original(self, sequence)
+
+    original = Scheduler.add
+    monkeypatch.setattr(Scheduler, "add", add)
+    assert _finds()
