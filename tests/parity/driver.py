@@ -13,7 +13,7 @@ BLOCK_SIZE = 16
 
 
 class SequenceDriver:
-    """One sequence of at most ``capacity_tokens``; its blocks are scattered, so that block tables are really followed."""
+    """One sequence of at most ``capacity_tokens``; its blocks are scattered, so block tables are really followed."""
 
     def __init__(self, model: CausalLanguageModel, capacity_tokens: int) -> None:
         self._model = model

@@ -100,7 +100,7 @@ def test_two_swapped_tokens_are_told_apart_from_their_position_on(checkpoint: Ch
     model = load(path)
     prompt = random_prompt(PROMPT_TOKENS)
     theirs = transformers_logits(reference, prompt)
-    swapped = prompt[:100] + [prompt[101], prompt[100]] + prompt[102:]
+    swapped = [*prompt[:100], prompt[101], prompt[100], *prompt[102:]]
     ours = prompt_logits(model, swapped, PROMPT_TOKENS)
     assert largest_difference(ours[:100], theirs[:100]) < TOLERANCE
     assert largest_difference(ours[100:], theirs[100:]) > 1
