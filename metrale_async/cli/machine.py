@@ -77,9 +77,8 @@ def _processor() -> tuple[str, tuple[str, ...]]:
     except OSError:
         return platform.processor() or platform.machine(), ()
     # The first block describes the first core; the others repeat it.
-    fields = dict(
-        (part.strip() for part in line.split(":", 1)) for line in text.split("\n\n", 1)[0].splitlines() if ":" in line
-    )
+    lines = (line.partition(":") for line in text.split("\n\n", 1)[0].splitlines())
+    fields = {name.strip(): value.strip() for name, _, value in lines}
     flags = set((fields.get("flags") or fields.get("Features") or "").split())
     name = fields.get("model name") or platform.processor() or platform.machine()
     return name, tuple(flag for flag in RELEVANT_ISA_FLAGS if flag in flags)

@@ -27,12 +27,11 @@ _SHOWN_VALUE_CHARS: Final = 80
 
 @dataclass(frozen=True, slots=True)
 class Positional:
-    """A word that needs no flag."""
+    """A word that needs no flag, and may be left out."""
 
     name: str
     help: str
     default: str | None = None
-    choices: tuple[str, ...] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,7 +164,8 @@ class CommandLine:
         known = self._drop_unknown_flags(line, found)
         space, extra = self._parser.parse_known_args(known)
         found += [f"{_shorten(word)} is one word too many" for word in extra if word != "--"]
-        words = self._words(space, found)
+        given = {word: getattr(space, word.name) for word in self.positionals}
+        words = {word.name: word.default if value is None else value for word, value in given.items()}
         configurations = {
             configuration: self._configuration(configuration, space, words, found) for configuration in self.flags
         }
@@ -177,7 +177,7 @@ class CommandLine:
         return self._parser.format_help()
 
     def _usage(self) -> str:
-        words = [word.name.upper() if word.default is None else f"[{word.name.upper()}]" for word in self.positionals]
+        words = [f"[{word.name.upper()}]" for word in self.positionals]
         return " ".join([PROGRAM, self.command, *words, "[flags]"])
 
     def _fill_parser(self) -> None:
@@ -240,18 +240,6 @@ class CommandLine:
             if not has_value and not (follower.startswith("-") and not _is_number(follower)):
                 next(words)
         return kept
-
-    def _words(self, space: argparse.Namespace, found: list[str]) -> dict[str, str | None]:
-        words: dict[str, str | None] = {}
-        for word in self.positionals:
-            value = getattr(space, word.name)
-            if value is not None and word.choices is not None and value not in word.choices:
-                close = difflib.get_close_matches(value, word.choices, n=1)
-                hint = f"; did you mean {close[0]}?" if close else ""
-                allowed = f"allowed: one of {', '.join(word.choices)}{hint}"
-                found.append(f"{word.name.upper()} is {_shorten(value)!r}; {allowed}")
-            words[word.name] = word.default if value is None else value
-        return words
 
     def _configuration(
         self, configuration: type, space: argparse.Namespace, words: Mapping[str, str | None], found: list[str]

@@ -11,7 +11,7 @@ import asyncio
 import contextlib
 import secrets
 import time
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Final, Self
@@ -253,7 +253,7 @@ class AsyncEngine:
 
     async def generate(
         self, prompt: Prompt, params: SamplingParams | None = None, *, request_id: str | None = None
-    ) -> AsyncIterator[OutputDelta]:
+    ) -> AsyncGenerator[OutputDelta, None]:
         """Stream the answer to a prompt: text (completed as it is), token ids, or chat messages (rendered by the
         model's chat template). Leaving the loop ends the request. Raises what :meth:`submit` raises.
         """

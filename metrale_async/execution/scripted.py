@@ -129,6 +129,8 @@ class ScriptedExecutor:
             self._check(slot, chunk)
         error = self._fault(plan, chunk)
         if error is not None:
+            # The next step may be in flight already and reads whatever lies where this token should be.
+            slot.tokens.append(0)
             return ChunkResult(error=error)
         prompt_logprobs: tuple[TokenLogprobs, ...] = ()
         if slot.sampler.prompt_logprobs is not None:

@@ -128,8 +128,8 @@ def test_admission_is_first_come_first_served_even_if_a_later_one_would_fit() ->
 
 
 def test_the_youngest_is_preempted_and_computed_again_from_its_tokens() -> None:
-    scheduler = make_scheduler(num_blocks=6)
-    old, young = make_sequence(0, 8, 16), make_sequence(1, 8, 8)
+    scheduler = make_scheduler(num_blocks=8)
+    old, young = make_sequence(0, 8, 16), make_sequence(1, 8, 16)
     scheduler.add(old)
     scheduler.add(young)
     restarted = None
@@ -147,7 +147,7 @@ def test_the_youngest_is_preempted_and_computed_again_from_its_tokens() -> None:
     assert restarted is not None
     assert len(restarted.token_ids) > 8
     assert restarted.prompt_length == 8
-    assert (len(old.output_token_ids), len(young.output_token_ids)) == (16, 8)
+    assert (len(old.output_token_ids), len(young.output_token_ids)) == (16, 16)
 
 
 def test_a_failed_chunk_ends_its_own_sequence_only() -> None:
