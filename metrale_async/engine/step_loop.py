@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import deque
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from typing import Final
 
 from metrale_async.engine.observer import EngineObserver, RequestRecord, StepRecord
@@ -46,7 +46,7 @@ class StepLoop:
         self._choices: dict[int, tuple[Request, Choice]] = {}
         self._deadlines: deque[Request] = deque()
         """By arrival; every request has the same time limit, so also by deadline."""
-        self._in_flight: deque[tuple[StepPlan, Awaitable[StepResult], float]] = deque()
+        self._in_flight: deque[tuple[StepPlan, asyncio.Future[StepResult], float]] = deque()
         self._work_arrived = asyncio.Event()
         self._idle = asyncio.Event()
         self._idle.set()
@@ -140,6 +140,9 @@ class StepLoop:
             self._step_failures += 1
             self.fail_all(StepError(f"the device failed: {type(error).__name__}"))
             raise
+        finally:
+            for _, pending, _ in self._in_flight:
+                pending.cancel()
 
     def _submit_steps(self) -> None:
         while len(self._in_flight) < MAX_STEPS_IN_FLIGHT:

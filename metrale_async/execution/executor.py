@@ -3,7 +3,7 @@ model, for simulation and host-side benchmarks) implement it."""
 
 from __future__ import annotations
 
-from collections.abc import Awaitable
+import asyncio
 from typing import Protocol
 
 from metrale_async.execution.plan import StepPlan, StepResult
@@ -16,10 +16,10 @@ class Executor(Protocol):
         """Be ready for the first step, with everything compiled and touched that would slow it down."""
         ...
 
-    def submit(self, plan: StepPlan) -> Awaitable[StepResult]:
-        """Queue one step and return at once; awaiting the result does not start anything.
+    def submit(self, plan: StepPlan) -> asyncio.Future[StepResult]:
+        """Queue one step and return at once; the future is set when it has run.
 
-        Faults of a chunk come back in its ChunkResult; an exception from the awaitable means that the executor as a
+        Faults of a chunk come back in its ChunkResult; an exception of the future means that the executor as a
         whole is broken.
         """
         ...

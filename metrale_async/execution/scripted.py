@@ -12,7 +12,7 @@ It serves the simulation (on virtual time) and benchmarks of everything but the 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from metrale_async.execution.plan import Chunk, ChunkResult, SamplerSpec, StepPlan, StepResult, TokenLogprobs
@@ -77,7 +77,7 @@ class ScriptedExecutor:
     async def start(self) -> None:
         self._free_at_s = asyncio.get_running_loop().time()
 
-    def submit(self, plan: StepPlan) -> Awaitable[StepResult]:
+    def submit(self, plan: StepPlan) -> asyncio.Future[StepResult]:
         loop = asyncio.get_running_loop()
         future: asyncio.Future[StepResult] = loop.create_future()
         self._free_at_s = max(self._free_at_s, loop.time()) + self._step_s(plan)
