@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import difflib
 import importlib
-import importlib.metadata
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
+from metrale_async import __version__
 from metrale_async.cli.environment import VARIABLES
 from metrale_async.cli.parsing import PROGRAM
 from metrale_async.errors import ConfigurationError, MetraleError
@@ -52,7 +52,7 @@ def main(line: Sequence[str] | None = None) -> int:
         print(overview())
         return 0
     if words[:1] in (["-V"], ["--version"]):
-        print(f"metrale-async {importlib.metadata.version('metrale-async')}")
+        print(f"metrale-async {__version__}")
         return 0
     for length in (2, 1):
         name = " ".join(words[:length])

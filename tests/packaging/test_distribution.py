@@ -6,7 +6,6 @@ import os
 import subprocess
 import sys
 import tarfile
-import tomllib
 import zipfile
 from pathlib import Path
 
@@ -97,10 +96,5 @@ def test_the_installed_wheel_runs_away_from_the_source_tree(built: tuple[Path, P
     assert folders == [str(target / package) for package in PACKAGES]
     ask = "from metrale_async.cli import main\nmain(['--version'])"
     version = run(sys.executable, "-I", "-c", prelude + ask, cwd=tmp_path).strip()
-    assert version == f"metrale-async {project()['version']}"
+    assert version == f"metrale-async {built[0].name.split('-')[1]}"
     assert (target / "bin" / "metrale-async").is_file()
-
-
-def project() -> dict[str, object]:
-    loaded: dict[str, object] = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
-    return loaded

@@ -26,7 +26,7 @@ ALLOWED: Mapping[str, set[str]] = {
     "engine": SHARED | BELOW_ENGINE | {"models", "text"},
     "api": SHARED | BELOW_ENGINE | {"engine", "models", "text"},
     "startup": SHARED | BELOW_ENGINE | {"engine", "models", "text"},
-    "cli": SHARED | BELOW_ENGINE | {"api", "engine", "models", "startup", "text"},
+    "cli": SHARED | BELOW_ENGINE | {"api", "engine", "models", "startup", "text", "__version__"},
     "__init__": SHARED | BELOW_ENGINE | {"engine", "models", "startup", "text"},
     "__main__": {"cli"},
 }
