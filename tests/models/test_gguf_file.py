@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import struct
 from pathlib import Path
 
@@ -146,7 +147,5 @@ def test_changed_bytes_in_the_header_never_end_in_anything_but_a_model_error(
     for _ in range(data.draw(st.integers(1, 4))):
         content[data.draw(st.integers(0, header_bytes - 1))] = data.draw(st.integers(0, 255))
     (tmp_path / "changed.gguf").write_bytes(content)
-    try:
+    with contextlib.suppress(ModelError):
         GgufFile(tmp_path / "changed.gguf")
-    except ModelError:
-        pass
