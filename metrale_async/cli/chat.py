@@ -118,13 +118,14 @@ class Chat:
         if not self._interactive:
             yield
             return
-        loop.add_signal_handler(signal.SIGINT, self._interrupt)
+        loop.add_signal_handler(signal.SIGINT, self.interrupt)
         try:
             yield
         finally:
             loop.remove_signal_handler(signal.SIGINT)
 
-    def _interrupt(self) -> None:
+    def interrupt(self) -> None:
+        """Ctrl-C."""
         if self._answering is not None:
             self._answering.cancel()
         else:

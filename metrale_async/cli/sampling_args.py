@@ -45,7 +45,7 @@ class SamplingArgs:
                 elif name == "stop":
                     SamplingParams(stop=value)
             except InvalidRequestError as error:
-                found.append(flag_name(name) + error.message.removeprefix(name))
+                found.append(f"{flag_name(name)}: {error.message}")
         if not found:
             try:
                 SamplingParams(**self.given())
@@ -57,4 +57,5 @@ class SamplingArgs:
     def given(self) -> Mapping[str, Any]:
         """The parameters that were set, by name."""
         values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
-        return {name: value for name, value in values.items() if value is not None and value not in ((), False)}
+        # By identity where it must be: 0 equals False, and a temperature of 0 is given.
+        return {name: value for name, value in values.items() if not (value is None or value is False or value == ())}
