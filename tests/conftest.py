@@ -27,3 +27,11 @@ def tiny_hybrid() -> Path:
     if not TINY_HYBRID.is_dir():
         pytest.skip("the shared model folder is not beside this checkout")
     return TINY_HYBRID
+
+
+@pytest.fixture(scope="session")
+def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random two-layer llama in float32 with a byte-level tokenizer."""
+    from tests.support.tiny_model import write_tiny_model
+
+    return write_tiny_model(tmp_path_factory.mktemp("tiny-model"))

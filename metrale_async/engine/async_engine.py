@@ -234,7 +234,7 @@ class AsyncEngine:
             )
         seed = params.seed if params.seed is not None else self._draw_seed()
         end_token_ids = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else parts.end_token_ids)
-        choices = []
+        choices: list[Choice] = []
         for index in range(params.n):
             sequence = EngineSequence(
                 sequence_id=self._next_sequence_id,
@@ -243,6 +243,7 @@ class AsyncEngine:
                 sampler=_sampler_spec(params, seed, index, end_token_ids),
                 end_token_ids=end_token_ids,
                 min_tokens=params.min_tokens,
+                leader=choices[0].sequence if choices else None,
             )
             self._next_sequence_id += 1
             choices.append(Choice(index, sequence, parts.tokenizer, params))

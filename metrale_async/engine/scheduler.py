@@ -142,11 +142,12 @@ class Scheduler:
         spare = self._spare_blocks() if self._waiting else 0
         while self._waiting and self._free_slots and budget > 0:
             sequence = self._waiting[0]
-            needed = self._blocks_for(sequence.planned_tokens + 1)
+            shared = self._shared_prompt_blocks(sequence)
+            needed = self._blocks_for(sequence.planned_tokens + 1) - len(shared)
             # A preempted sequence whose last token is still being computed cannot start over yet.
             if sequence.samples_in_flight or (self._running and needed + 1 > spare) or needed > self._pool.num_free:
                 break
-            starts.append(self._start(self._waiting.popleft(), now_s))
+            starts.append(self._start(self._waiting.popleft(), shared, now_s))
             spare -= needed + 1
             rows = min(sequence.uncomputed_tokens, budget)
             chunks.append(self._take_rows(sequence, rows))
@@ -254,10 +255,21 @@ class Scheduler:
         )
         return self._pool.num_free - promised
 
-    def _start(self, sequence: Sequence, now_s: float) -> SequenceStart:
+    def _shared_prompt_blocks(self, sequence: Sequence) -> list[int]:
+        """Full blocks of the prompt that the request's first choice has computed (or will have, in this step's layers,
+        before its other choices read them). The prompt's last token is left to compute: its logits are needed."""
+        leader = sequence.leader
+        if leader is None or leader.status is not SequenceStatus.RUNNING:
+            return []
+        computed_blocks = leader.computed_tokens // self._limits.block_size
+        return leader.blocks[: min(computed_blocks, (len(sequence.prompt_token_ids) - 1) // self._limits.block_size)]
+
+    def _start(self, sequence: Sequence, shared: list[int], now_s: float) -> SequenceStart:
         sequence.status = SequenceStatus.RUNNING
         sequence.slot = self._free_slots.pop()
-        sequence.computed_tokens = 0
+        self._pool.share(shared)
+        sequence.blocks.extend(shared)
+        sequence.computed_tokens = len(shared) * self._limits.block_size
         if sequence.first_planned_at_s is None:
             sequence.first_planned_at_s = now_s
         self._running.append(sequence)
@@ -266,6 +278,7 @@ class Scheduler:
             sequence_id=sequence.sequence_id,
             token_ids=(*sequence.prompt_token_ids, *sequence.output_token_ids),
             prompt_length=len(sequence.prompt_token_ids),
+            blocks=tuple(shared),
             sampler=sequence.sampler,
         )
 

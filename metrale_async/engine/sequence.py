@@ -31,6 +31,8 @@ class Sequence:
     end_token_ids: frozenset[int]
     """Tokens that end the sequence: end-of-sequence unless ignored, and stop_token_ids."""
     min_tokens: int
+    leader: Sequence | None = None
+    """The request's first choice, for its other choices: they share the blocks of the prompt it computed."""
 
     status: SequenceStatus = SequenceStatus.WAITING
     output_token_ids: list[int] = field(default_factory=list)

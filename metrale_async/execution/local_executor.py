@@ -11,7 +11,6 @@ from metrale_async.execution.model_runner import ModelRunner
 from metrale_async.execution.plan import Chunk, SamplerSpec, SequenceStart, StepPlan, StepResult
 from metrale_async.execution.stream_thread import StreamThread
 
-WARM_UP_TOKENS = 16
 _NEUTRAL = SamplerSpec(
     temperature=0.0,
     top_k=0,
@@ -49,7 +48,7 @@ class LocalExecutor:
         self._thread.start()
         await self._thread.submit(lambda: self._prepare_thread)
         start = SequenceStart(
-            slot=0, sequence_id=-1, token_ids=(0,) * WARM_UP_TOKENS, prompt_length=1, sampler=_NEUTRAL
+            slot=0, sequence_id=-1, token_ids=(0,), prompt_length=1, blocks=(), sampler=_NEUTRAL
         )
         chunk = Chunk(slot=0, sequence_id=-1, start=0, count=1, new_blocks=(0,), samples=True)
         result = await self.submit(

@@ -84,7 +84,10 @@ class ModelRunner:
             history = None
             if start.sampler.has_penalties:
                 history = TokenHistory(token_ids, start.prompt_length, self._model.vocab_size)
-            self._slots[start.slot] = _Slot(start.sequence_id, start.sampler, start.prompt_length, 0, history)
+            self._block_tables[start.slot, : len(start.blocks)] = start.blocks
+            self._slots[start.slot] = _Slot(
+                start.sequence_id, start.sampler, start.prompt_length, len(start.blocks), history
+            )
         for chunk in plan.chunks:
             slot = self._slot(chunk)
             end = slot.num_blocks + len(chunk.new_blocks)

@@ -55,6 +55,8 @@ class SequenceStart:
     token_ids: tuple[int, ...]
     """Prompt, then the tokens generated before a preemption."""
     prompt_length: int
+    blocks: tuple[int, ...]
+    """Blocks whose rows are computed already, by another sequence; the block table begins with them."""
     sampler: SamplerSpec
 
 

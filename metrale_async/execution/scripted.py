@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from metrale_async.execution.plan import Chunk, ChunkResult, SamplerSpec, StepPlan, StepResult, TokenLogprobs
 
@@ -43,7 +43,7 @@ class _Slot:
     sampler: SamplerSpec
     tokens: list[int]
     prompt_length: int
-    blocks: list[int] = field(default_factory=list)
+    blocks: list[int]
 
 
 class ScriptedExecutor:
@@ -106,7 +106,7 @@ class ScriptedExecutor:
         """Compute one step at once."""
         for start in plan.starts:
             self._slots[start.slot] = _Slot(
-                start.sequence_id, start.sampler, list(start.token_ids), start.prompt_length
+                start.sequence_id, start.sampler, list(start.token_ids), start.prompt_length, list(start.blocks)
             )
         # All writes of a step come before its reads, as in a batched attention kernel.
         for chunk in plan.chunks:

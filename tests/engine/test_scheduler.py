@@ -245,3 +245,22 @@ def test_every_sequence_ends_once_with_all_its_tokens_and_nothing_leaks(
             assert generated == expected
         else:
             assert generated <= expected
+
+
+def test_other_choices_share_the_prompts_full_blocks_and_compute_its_last_token() -> None:
+    scheduler = make_scheduler(num_blocks=16)
+    first, second = make_sequence(0, 9, 4), make_sequence(1, 9, 4)
+    second.leader = first
+    scheduler.add(first)
+    scheduler.add(second)
+    plan = scheduler.plan(0.0, 64)
+    assert plan is not None
+    assert [(chunk.start, chunk.count) for chunk in plan.chunks] == [(0, 9), (8, 1)]
+    assert plan.starts[1].blocks == tuple(first.blocks[:2])
+    assert plan.prefill_tokens == 10
+    commit(scheduler, plan)
+    scheduler.finish(first)
+    scheduler.check()
+    assert [scheduler.pool.references(block) for block in second.blocks] == [1, 1, 1]
+    scheduler.finish(second)
+    assert scheduler.pool.num_free == 16
