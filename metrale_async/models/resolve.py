@@ -59,6 +59,10 @@ def resolve_model(name: str, *, allow_download: bool = False) -> ModelSource:
         located = hub_path(repo, file, allow_download=allow_download)
         if file is not None:
             return ModelSource("gguf", located, name)
+        if not (located / "config.json").is_file():
+            raise ModelNotFoundError(
+                f"{name} holds no config.json; if it holds GGUF files, name the one to use: {name}:file.gguf"
+            )
         source = _from_path(located)
         return dataclasses.replace(source, display_name=name)
     raise ModelNotFoundError(
