@@ -12,6 +12,8 @@ from metrale_async.models.families import Family, family_of
 from metrale_async.models.rope import RopeParameters, rope_parameters_from_hf
 
 LayerType = Literal["full_attention", "sliding_attention"]
+MAX_LAYERS: Final = 4096
+"""More than any model has; a corrupt count must not cost memory before the weights are compared with it."""
 _LAYER_TYPES: Final = ("full_attention", "sliding_attention")
 
 # Keys of other models' configs that change what is computed. A checkpoint that sets one of them to anything but its
@@ -99,7 +101,7 @@ class ModelConfig:
                 f"config: num_attention_heads {heads} is not a multiple of num_key_value_heads {kv_heads}"
             )
         head_dim = _head_dim(raw, family, hidden_size, heads)
-        layers = positive_int(raw, "num_hidden_layers")
+        layers = positive_int(raw, "num_hidden_layers", maximum=MAX_LAYERS)
         attention_bias = family.attention_bias == "config" and boolean(raw, "attention_bias", False)
         rope, max_positions = rope_parameters_from_hf(raw, head_dim, positive_int(raw, "max_position_embeddings", 2048))
         layer_types, window = _attention_windows(raw, family, layers)

@@ -11,8 +11,8 @@ from metrale_async.errors import CheckpointError
 MAX_DIMENSION = 2**31 - 1
 
 
-def positive_int(values: Mapping[str, Any], key: str, default: int | None = None) -> int:
-    """``values[key]``, an integer of at least 1; ``default`` where the key is absent or null."""
+def positive_int(values: Mapping[str, Any], key: str, default: int | None = None, maximum: int = MAX_DIMENSION) -> int:
+    """``values[key]``, an integer from 1 to ``maximum``; ``default`` where the key is absent or null."""
     value = values.get(key)
     if value is None:
         if default is None:
@@ -20,8 +20,8 @@ def positive_int(values: Mapping[str, Any], key: str, default: int | None = None
         return default
     if isinstance(value, float) and value.is_integer():
         value = int(value)
-    if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= MAX_DIMENSION:
-        raise CheckpointError(f"config: {key} is {value!r}; allowed: an integer from 1 to {MAX_DIMENSION}")
+    if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= maximum:
+        raise CheckpointError(f"config: {key} is {value!r}; allowed: an integer from 1 to {maximum}")
     return value
 
 

@@ -73,7 +73,9 @@ class Decoder:
         self._layers = [
             _build_layer(config, layer, weights, operations, rotary) for layer in range(config.num_hidden_layers)
         ]
-        self._final_norm = weights.tensor("model.norm.weight")
+        # Each norm is fused with the addition before it, so a layer ends with the norm that the next one starts with.
+        final_norm = weights.tensor("model.norm.weight")
+        self._next_norms = [*(layer.input_norm for layer in self._layers[1:]), final_norm]
         if config.tie_word_embeddings:
             self._lm_head = weights.pack([self._embedding], [None])
         else:
@@ -100,12 +102,10 @@ class Decoder:
     def forward(self, token_ids: Tensor, batch: RaggedBatch, caches: Sequence[PagedCache]) -> Tensor:
         """token_ids int64 [T] -> hidden states after the final norm [T, hidden]; see CausalLanguageModel."""
         operations, eps = self._operations, self.config.rms_norm_eps
-        # Each norm is fused with the addition before it, so a layer ends with the norm that the next one starts with.
-        next_norms = [layer.input_norm for layer in self._layers[1:]] + [self._final_norm]
         residual = operations.embedding(token_ids, self._embedding)
         hidden = operations.rms_norm(residual, self._layers[0].input_norm, eps)
         first_cache = 0
-        for layer, next_norm in zip(self._layers, next_norms, strict=True):
+        for layer, next_norm in zip(self._layers, self._next_norms, strict=True):
             end_cache = first_cache + layer.paged_states
             mixed = layer.mixer(hidden, batch, caches[first_cache:end_cache])
             hidden = operations.add_rms_norm(mixed, residual, layer.post_attention_norm, eps)

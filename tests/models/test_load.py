@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -9,10 +10,13 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from metrale_kernels.interface import Operations
 
 from metrale_async.errors import CheckpointError, ModelError, UnsupportedModelError
 from metrale_async.models import PagedState, load_config, resolve_model
+from metrale_async.models.gguf_file import GgufFile
 from tests.models.tiny import CONFIG, load, tiny_tensors, write_directory, write_gguf, write_shards
 
 Change = Callable[[Path], None]
@@ -269,6 +273,27 @@ def test_a_broken_directory_is_refused_with_the_name_of_what_is_wrong(
         load(directory, operations)
     for part in named:
         assert part in str(raised.value)
+
+
+@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.data())
+@pytest.mark.parametrize("kind", ["safetensors", "gguf"])
+def test_changed_bytes_in_a_header_load_or_are_refused_with_a_model_error(
+    kind: str, tmp_path: Path, operations: Operations, data: st.DataObject
+) -> None:
+    if kind == "gguf":
+        path = file = write_gguf(tmp_path / "m.gguf")
+        header_bytes = GgufFile(path).header_bytes
+    else:
+        path = write_directory(tmp_path / "m")
+        file = path / "model.safetensors"
+        header_bytes = 8 + int.from_bytes(file.read_bytes()[:8], "little")
+    content = bytearray(file.read_bytes())
+    for _ in range(data.draw(st.integers(1, 3))):
+        content[data.draw(st.integers(0, header_bytes - 1))] = data.draw(st.integers(0, 255))
+    file.write_bytes(content)
+    with contextlib.suppress(ModelError):
+        load(path, operations, max_sequence_tokens=128)
 
 
 def test_two_shards_with_one_tensor_are_refused(tmp_path: Path, operations: Operations) -> None:

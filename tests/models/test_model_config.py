@@ -45,6 +45,11 @@ def test_missing_key_value_heads_mean_one_per_query_head() -> None:
     assert read(num_key_value_heads=...).num_key_value_heads == 4
 
 
+@pytest.mark.parametrize("layers", [1, 4095, 4096])
+def test_any_number_of_layers_up_to_the_limit_is_read(layers: int) -> None:
+    assert len(read(num_hidden_layers=layers).layer_types) == layers
+
+
 def test_biases_follow_the_family() -> None:
     def biases(config: ModelConfig) -> tuple[bool, bool, bool]:
         return config.qkv_bias, config.output_bias, config.mlp_bias
@@ -148,6 +153,7 @@ def test_neutral_values_of_unsupported_features_are_accepted() -> None:
         ({"hidden_size": True}, "hidden_size is True"),
         ({"hidden_size": 32.5}, "hidden_size is 32.5"),
         ({"num_hidden_layers": []}, "num_hidden_layers"),
+        ({"num_hidden_layers": 4097}, "allowed: an integer from 1 to 4096"),
         ({"num_key_value_heads": 3}, "not a multiple of num_key_value_heads 3"),
         ({"rms_norm_eps": 0}, "rms_norm_eps is 0"),
         ({"rms_norm_eps": float("nan")}, "rms_norm_eps is nan"),
