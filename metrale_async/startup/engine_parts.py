@@ -9,7 +9,8 @@ from typing import Any, Final
 
 import anyio.to_thread
 import torch
-from metrale_kernels import Selection, select_operations, set_num_threads
+from metrale_kernels import Selection, select_operations
+from metrale_kernels.cpu import set_num_threads
 
 from metrale_async.engine import EngineArgs, EngineParts, SamplingParams
 from metrale_async.errors import CheckpointError, ConfigurationError, InvalidRequestError

@@ -1,0 +1,218 @@
+"""Every operation in plain torch, written for reading: what the others are held against, and what runs on CUDA without
+Triton kernels or on a CPU without a compiler.
+
+On CPU it keeps the row rule by giving torch one shape only: linear layers are computed in groups of ``ROW_GROUP``
+zero-padded rows, and attention in tiles of ``QUERY_TILE`` rows by ``KEY_TILE`` keys that start at multiples of
+``KEY_TILE``. (The bits of torch's products depend on the shapes they are called with, but not on a row's place or
+neighbours within one shape.) On CUDA the same code runs with whole matrices, and the rule holds as far as the
+library's kernels keep it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from metrale_kernels.interface import PackedLinear, RaggedBatch
+
+ROW_GROUP = 16
+QUERY_TILE = 16
+KEY_TILE = 64
+
+
+@dataclass(frozen=True, slots=True)
+class ReferenceLinear:
+    """Weights as they are: weight [N, K], bias float32 [N] or None."""
+
+    weight: Tensor
+    bias: Tensor | None
+
+    @property
+    def out_features(self) -> int:
+        return self.weight.shape[0]
+
+    @property
+    def in_features(self) -> int:
+        return self.weight.shape[1]
+
+    @property
+    def nbytes(self) -> int:
+        return self.weight.nbytes + (0 if self.bias is None else self.bias.nbytes)
+
+
+class ReferenceOperations:
+    """See :class:`metrale_kernels.interface.Operations` for shapes and rules."""
+
+    name = "reference"
+
+    def pack_linear(self, weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> ReferenceLinear:
+        packed = torch.cat(list(weights)) if len(weights) > 1 else weights[0].clone()
+        if all(bias is None for bias in biases):
+            return ReferenceLinear(packed, None)
+        parts = [
+            torch.zeros(weight.shape[0], device=weight.device) if bias is None else bias.float()
+            for weight, bias in zip(weights, biases, strict=True)
+        ]
+        return ReferenceLinear(packed, torch.cat(parts))
+
+    def linear(self, x: Tensor, weight: PackedLinear, out_dtype: torch.dtype | None = None) -> Tensor:
+        assert isinstance(weight, ReferenceLinear)
+        out_dtype = out_dtype or x.dtype
+        if x.device.type != "cpu":
+            return _bias_and_round(F.linear(x, weight.weight), weight.bias, out_dtype)
+        rows = x.shape[0]
+        out = torch.empty(rows, weight.out_features, dtype=out_dtype)
+        # float32 products of bfloat16 values are exact, so only the order of the sum matters, and the result is
+        # rounded once.
+        matrix = weight.weight.float()
+        for first in range(0, rows, ROW_GROUP):
+            group = torch.zeros(ROW_GROUP, x.shape[1])
+            count = min(ROW_GROUP, rows - first)
+            group[:count] = x[first : first + count]
+            out[first : first + count] = _bias_and_round(F.linear(group, matrix)[:count], weight.bias, out_dtype)
+        return out
+
+    def embedding(self, token_ids: Tensor, table: Tensor) -> Tensor:
+        return table[token_ids]
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        wide = x.float()
+        normed = wide * torch.rsqrt(_mean_of_squares(wide) + eps)
+        return normed.to(x.dtype) * weight
+
+    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
+        residual += x
+        return self.rms_norm(residual, weight, eps)
+
+    def rotary_(self, query: Tensor, key: Tensor, positions: Tensor, cos: Tensor, sin: Tensor) -> None:
+        half = cos.shape[1]
+        row_cos, row_sin = cos[positions, None], sin[positions, None]
+        for heads in (query, key):
+            first, second = heads[..., :half].float(), heads[..., half : 2 * half].float()
+            heads[..., :half] = (first * row_cos - second * row_sin).to(heads.dtype)
+            heads[..., half : 2 * half] = (second * row_cos + first * row_sin).to(heads.dtype)
+
+    def silu_and_mul(self, gate_up: Tensor) -> Tensor:
+        gate, up = gate_up.float().chunk(2, dim=-1)
+        return (F.silu(gate) * up).to(gate_up.dtype)
+
+    def write_kv(self, key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slots: Tensor) -> None:
+        block_size = key_cache.shape[2]
+        blocks, offsets = slots // block_size, slots % block_size
+        key_cache[blocks, :, offsets] = key
+        value_cache[blocks, :, offsets] = value
+
+    def attention(
+        self,
+        query: Tensor,
+        key_cache: Tensor,
+        value_cache: Tensor,
+        batch: RaggedBatch,
+        scale: float,
+        sliding_window: int | None,
+    ) -> Tensor:
+        out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
+        starts, lengths = batch.query_starts.tolist(), batch.context_lengths.tolist()
+        for index, length in enumerate(lengths):
+            rows = slice(starts[index], starts[index + 1])
+            keys = _gather(key_cache, batch.block_tables[index], length)
+            values = _gather(value_cache, batch.block_tables[index], length)
+            attend = _attend_in_tiles if query.device.type == "cpu" else _attend_at_once
+            out[rows] = attend(query[rows], keys, values, batch.positions[rows], scale, sliding_window)
+        return out
+
+
+def _bias_and_round(product: Tensor, bias: Tensor | None, out_dtype: torch.dtype) -> Tensor:
+    return (product if bias is None else product.float() + bias).to(out_dtype)
+
+
+def _mean_of_squares(x: Tensor) -> Tensor:
+    """float32 [..., D] -> [..., 1]. Halves are added pairwise, because torch may split one long sum over threads
+    when there is a single row, and not otherwise."""
+    squares = x * x
+    width = squares.shape[-1]
+    size = 1 << (width - 1).bit_length()
+    squares = F.pad(squares, (0, size - width))
+    while size > 1:
+        size //= 2
+        squares = squares[..., :size] + squares[..., size:]
+    return squares / width
+
+
+def _gather(cache: Tensor, block_table: Tensor, length: int) -> Tensor:
+    """[blocks, Hk, block size, D] -> float32 [Hk, keys, D], keys padded with zeros to a multiple of KEY_TILE."""
+    _, heads, block_size, head_dim = cache.shape
+    blocks = block_table[: -(-length // block_size)].long()
+    rows = cache[blocks].transpose(0, 1).reshape(heads, -1, head_dim)[:, :length].float()
+    return F.pad(rows, (0, 0, 0, -length % KEY_TILE))
+
+
+def _attend_in_tiles(
+    query: Tensor, keys: Tensor, values: Tensor, positions: Tensor, scale: float, sliding_window: int | None
+) -> Tensor:
+    """query [n, Hq, D], keys and values float32 [Hk, padded keys, D], positions int64 [n] -> float32 [n, Hq, D].
+
+    Online softmax (Milakov & Gimelshein 2018) over key tiles in the order of position. Tiles that a row cannot see
+    leave its
+    sums as they are, bit for bit: its maximum stays, the factor is exp(0) = 1 and what is added is 0.
+    """
+    rows, query_heads, head_dim = query.shape
+    groups = query_heads // keys.shape[0]
+    out = torch.empty(rows, query_heads, head_dim)
+    wide = query.float().transpose(0, 1) * scale
+    for first in range(0, rows, QUERY_TILE):
+        count = min(QUERY_TILE, rows - first)
+        tile = F.pad(wide[:, first : first + count], (0, 0, 0, QUERY_TILE - count))
+        row_positions = F.pad(positions[first : first + count], (0, QUERY_TILE - count), value=-1)
+        for head in range(query_heads):
+            maximum = torch.full((QUERY_TILE, 1), float("-inf"))
+            total = torch.zeros(QUERY_TILE, 1)
+            mixed = torch.zeros(QUERY_TILE, head_dim)
+            for start in range(0, int(row_positions.max()) + 1, KEY_TILE):
+                key_positions = torch.arange(start, start + KEY_TILE)
+                seen = key_positions <= row_positions[:, None]
+                if sliding_window is not None:
+                    seen &= key_positions > row_positions[:, None] - sliding_window
+                scores = tile[head] @ keys[head // groups, start : start + KEY_TILE].T
+                scores = scores.masked_fill(~seen, float("-inf"))
+                higher = torch.maximum(maximum, scores.amax(dim=1, keepdim=True))
+                # A row that has seen nothing yet has no maximum; 0 keeps exp(-inf - maximum) at 0.
+                finite = higher.masked_fill(higher == float("-inf"), 0.0)
+                factor = torch.exp(maximum - finite)
+                weights = torch.exp(scores - finite)
+                total = total * factor + _row_sums(weights)
+                mixed = mixed * factor + weights @ values[head // groups, start : start + KEY_TILE]
+                maximum = higher
+            out[first : first + count, head] = (mixed / total)[:count]
+    return out
+
+
+def _row_sums(x: Tensor) -> Tensor:
+    """[n, KEY_TILE] -> [n, 1], halves added pairwise (see _mean_of_squares)."""
+    width = x.shape[1]
+    while width > 1:
+        width //= 2
+        x = x[:, :width] + x[:, width:]
+    return x
+
+
+def _attend_at_once(
+    query: Tensor, keys: Tensor, values: Tensor, positions: Tensor, scale: float, sliding_window: int | None
+) -> Tensor:
+    """As :func:`_attend_in_tiles`, in one library call."""
+    key_positions = torch.arange(keys.shape[1], device=query.device)
+    seen = key_positions <= positions[:, None]
+    if sliding_window is not None:
+        seen &= key_positions > positions[:, None] - sliding_window
+    groups = query.shape[1] // keys.shape[0]
+    return F.scaled_dot_product_attention(
+        query.float().transpose(0, 1),
+        keys.repeat_interleave(groups, dim=0),
+        values.repeat_interleave(groups, dim=0),
+        attn_mask=seen,
+        scale=scale,
+    ).transpose(0, 1)
