@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
+import torch.nn.functional as F  # noqa: N812 (its usual name)
 from torch import Tensor
 
 from metrale_kernels.interface import PackedLinear, RaggedBatch
@@ -26,7 +26,7 @@ KEY_TILE = 64
 
 @dataclass(frozen=True, slots=True)
 class ReferenceLinear:
-    """Weights as they are: weight [N, K], bias float32 [N] or None."""
+    """Weights as they are: weight [N, K], bias [N] or None."""
 
     weight: Tensor
     bias: Tensor | None
@@ -54,7 +54,7 @@ class ReferenceOperations:
         if all(bias is None for bias in biases):
             return ReferenceLinear(packed, None)
         parts = [
-            torch.zeros(weight.shape[0], device=weight.device) if bias is None else bias.float()
+            weight.new_zeros(weight.shape[0]) if bias is None else bias
             for weight, bias in zip(weights, biases, strict=True)
         ]
         return ReferenceLinear(packed, torch.cat(parts))
@@ -62,18 +62,19 @@ class ReferenceOperations:
     def linear(self, x: Tensor, weight: PackedLinear, out_dtype: torch.dtype | None = None) -> Tensor:
         assert isinstance(weight, ReferenceLinear)
         out_dtype = out_dtype or x.dtype
+        # A product wanted in float32 must not be rounded to bfloat16 on its way.
+        dtype = x.dtype if out_dtype == x.dtype else torch.float32
+        matrix = weight.weight.to(dtype)
+        bias = None if weight.bias is None else weight.bias.to(dtype)
         if x.device.type != "cpu":
-            return _bias_and_round(F.linear(x, weight.weight), weight.bias, out_dtype)
+            return F.linear(x.to(dtype), matrix, bias).to(out_dtype)
         rows = x.shape[0]
         out = torch.empty(rows, weight.out_features, dtype=out_dtype)
-        # float32 products of bfloat16 values are exact, so only the order of the sum matters, and the result is
-        # rounded once.
-        matrix = weight.weight.float()
         for first in range(0, rows, ROW_GROUP):
-            group = torch.zeros(ROW_GROUP, x.shape[1])
+            group = torch.zeros(ROW_GROUP, x.shape[1], dtype=dtype)
             count = min(ROW_GROUP, rows - first)
             group[:count] = x[first : first + count]
-            out[first : first + count] = _bias_and_round(F.linear(group, matrix)[:count], weight.bias, out_dtype)
+            out[first : first + count] = F.linear(group, matrix, bias)[:count]
         return out
 
     def embedding(self, token_ids: Tensor, table: Tensor) -> Tensor:
@@ -124,10 +125,6 @@ class ReferenceOperations:
             attend = _attend_in_tiles if query.device.type == "cpu" else _attend_at_once
             out[rows] = attend(query[rows], keys, values, batch.positions[rows], scale, sliding_window)
         return out
-
-
-def _bias_and_round(product: Tensor, bias: Tensor | None, out_dtype: torch.dtype) -> Tensor:
-    return (product if bias is None else product.float() + bias).to(out_dtype)
 
 
 def _mean_of_squares(x: Tensor) -> Tensor:

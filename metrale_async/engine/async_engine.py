@@ -283,8 +283,9 @@ class AsyncEngine:
         if isinstance(prompt, str):
             return await tokenizer.encode_async(prompt, add_special_tokens=True)
         items = list(prompt)
-        if items and all(isinstance(item, Mapping) for item in items):
-            return await tokenizer.encode_chat_async(items)
+        messages = [item for item in items if isinstance(item, Mapping)]
+        if messages and len(messages) == len(items):
+            return await tokenizer.encode_chat_async(messages)
         token_ids = [item for item in items if isinstance(item, int) and not isinstance(item, bool)]
         if len(token_ids) != len(items):
             raise InvalidRequestError("prompt must be text, token ids or chat messages", param="prompt")

@@ -16,7 +16,8 @@ from metrale_async.engine import EngineArgs, EngineParts, SamplingParams
 from metrale_async.errors import CheckpointError, ConfigurationError, InvalidRequestError
 from metrale_async.execution.local_executor import LocalExecutor
 from metrale_async.execution.model_runner import ModelRunner
-from metrale_async.models import GenerationDefaults, LoadedModel, load_model, resolve_model
+from metrale_async.models import GenerationDefaults, LoadedModel, ModelSource, load_model, resolve_model
+from metrale_async.models.gguf_file import GgufFile
 from metrale_async.startup.memory import (
     KVCacheSize,
     allocate_caches,
@@ -26,7 +27,7 @@ from metrale_async.startup.memory import (
     cpu_kv_bytes,
     kv_cache_size,
 )
-from metrale_async.text import Tokenizer, load_tokenizer
+from metrale_async.text import Tokenizer
 
 KERNELS_VARIABLE: Final = "METRALE_KERNELS"
 
@@ -58,13 +59,20 @@ def choose_kernels(device: torch.device) -> Selection:
     return select_operations(device, os.environ.get(KERNELS_VARIABLE, "auto"))
 
 
+def load_tokenizer(source: ModelSource) -> Tokenizer:
+    """The tokenizer that comes with a model. Raises ModelError."""
+    if source.kind == "gguf":
+        return Tokenizer.from_gguf_metadata(GgufFile(source.path).metadata)
+    return Tokenizer.from_directory(source.path)
+
+
 def _load(args: EngineArgs, progress: Progress | None) -> EngineParts:
     device = choose_device(args.device)
     threads = args.cpu_threads or len(os.sched_getaffinity(0))
     selection = choose_kernels(device)
     logger.info("kernels: %s (%s)", selection.name, selection.reason)
     source = resolve_model(args.model, allow_download=False)
-    tokenizer = load_tokenizer(source.path)
+    tokenizer = load_tokenizer(source)
     report = None if progress is None else lambda done, total: progress(source.display_name, done, total)
     loaded = load_model(
         source,

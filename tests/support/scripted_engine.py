@@ -12,7 +12,7 @@ from typing import Any
 
 from metrale_async.engine import AsyncEngine, EngineArgs, EngineObserver, EngineParts
 from metrale_async.execution import Chunk, ScriptedExecutor, StepPlan
-from metrale_async.text import Tokenizer, load_tokenizer
+from metrale_async.text import Tokenizer
 
 END_TOKEN_ID = 256
 VOCAB_SIZE = 257
@@ -40,7 +40,7 @@ def write_byte_tokenizer(directory: Path) -> None:
 def byte_tokenizer() -> Tokenizer:
     with TemporaryDirectory() as name:
         write_byte_tokenizer(Path(name))
-        return load_tokenizer(Path(name))
+        return Tokenizer.from_directory(Path(name))
 
 
 def scripted_parts(
