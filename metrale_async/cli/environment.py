@@ -29,7 +29,7 @@ VARIABLES: Final[Mapping[str, Variable]] = {
     "METRALE_MODELS_DIR": Variable("folder that fetched models are kept in"),
     "METRALE_KERNELS": Variable(
         "implementation of the operations; auto takes the fastest that runs here",
-        ("auto", "reference", "cpu", "triton"),
+        ("auto", "reference", "cpu"),
     ),
 }
 

@@ -152,7 +152,7 @@ def test_the_engine_flags_are_those_of_its_configuration() -> None:
         ({"METRALE_MODELS_DIR": "/models", "METRALE_KERNELS": "reference"}, []),
         (
             {"METRALE_KERNELS": "gpu"},
-            ["environment variable METRALE_KERNELS is 'gpu'; allowed: one of auto, reference, cpu, triton"],
+            ["environment variable METRALE_KERNELS is 'gpu'; allowed: one of auto, reference, cpu"],
         ),
         (
             {"METRALE_MODEL_DIR": "/models"},
