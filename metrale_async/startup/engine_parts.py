@@ -9,7 +9,7 @@ from typing import Any, Final
 
 import anyio.to_thread
 import torch
-from metrale_kernels import Selection, select_operations
+from metrale_kernels import KernelUnavailableError, Selection, select_operations
 from metrale_kernels.cpu import set_num_threads
 
 from metrale_async.engine import EngineArgs, EngineParts, SamplingParams
@@ -55,8 +55,11 @@ def choose_device(requested: str) -> torch.device:
 
 
 def choose_kernels(device: torch.device) -> Selection:
-    """The implementation ``METRALE_KERNELS`` asks for, or the best there is."""
-    return select_operations(device, os.environ.get(KERNELS_VARIABLE, "auto"))
+    """The implementation ``METRALE_KERNELS`` asks for, or the best there is. Raises ConfigurationError."""
+    try:
+        return select_operations(device, os.environ.get(KERNELS_VARIABLE, "auto"))
+    except KernelUnavailableError as error:
+        raise ConfigurationError(f"{KERNELS_VARIABLE}: {error}") from error
 
 
 def load_tokenizer(source: ModelSource) -> Tokenizer:
