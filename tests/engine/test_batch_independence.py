@@ -109,9 +109,9 @@ async def test_preemption_changes_nothing(
     """A pool that holds about two of eight requests: they are preempted, computed again, and answer the same."""
     engine, answers = alone
     prompt = prompt_tokens(engine.vocab_size, 75, seed=1)
-    args = EngineArgs(model=str(model), dtype=dtype, kv_cache_gb=_gib_for_blocks(model, dtype, 14), max_batch_size=8)
+    args = EngineArgs(model=str(model), dtype=dtype, kv_cache_gb=_gib_for_blocks(model, dtype, 13), max_batch_size=8)
     async with AsyncEngine(args) as small:
-        assert small.statistics().kv_blocks.total == 14
+        assert small.statistics().kv_blocks.total == 13
         names = list(ALL_PARAMS) * 3
         outputs = await asyncio.gather(*(small.complete(prompt, ALL_PARAMS[name]) for name in names))
         assert small.statistics().preemptions_total > 0
