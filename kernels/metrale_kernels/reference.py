@@ -94,8 +94,9 @@ class ReferenceOperations:
         row_cos, row_sin = cos[positions, None], sin[positions, None]
         for heads in (query, key):
             first, second = heads[..., :half].float(), heads[..., half : 2 * half].float()
-            heads[..., :half] = (first * row_cos - second * row_sin).to(heads.dtype)
-            heads[..., half : 2 * half] = (second * row_cos + first * row_sin).to(heads.dtype)
+            # Both results before either is stored: in float32 the two halves are views of ``heads`` itself.
+            rotated = first * row_cos - second * row_sin, second * row_cos + first * row_sin
+            heads[..., :half], heads[..., half : 2 * half] = rotated[0].to(heads.dtype), rotated[1].to(heads.dtype)
 
     def silu_and_mul(self, gate_up: Tensor) -> Tensor:
         gate, up = gate_up.float().chunk(2, dim=-1)
