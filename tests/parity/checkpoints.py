@@ -127,7 +127,7 @@ def _random_weight(name: str, parameter: torch.Tensor) -> torch.Tensor:
         return 0.3 * noise
     if "embed_tokens" in name:
         return 0.3 * noise
-    gain = 2.0 if any(part in name for part in ("q_proj", "k_proj", "lm_head")) else 1.0
+    gain = 2.0 if "lm_head" in name else 1.5 if "q_proj" in name or "k_proj" in name else 1.0
     return gain * noise / math.sqrt(parameter.shape[1])
 
 

@@ -15,7 +15,8 @@ from metrale_async.text import chat_template as module
 from tests.text.awkward_strings import AWKWARD_STRINGS
 
 CHATML = (
-    "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>' + '\n' }}"
+    "{% for message in messages %}"
+    "{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>' + '\n' }}"
     "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
 LLAMA = """{{ bos_token }}
@@ -42,8 +43,10 @@ PARTS = """{% for message in messages %}{{ message.role }}:
 {%- if message.content is string %}{{ message.content }}
 {%- else %}{% for part in message.content %}[{{ part.text }}]{% endfor %}{% endif %}
 {% endfor %}"""
-NAMESPACE = """{% set ns = namespace(n=0) %}{% for m in messages %}{% if m.role == 'user' %}{% set ns.n = ns.n + 1 %}{% endif %}
-{{ m.role }}|{{ m.content.split('x')[-1] | upper }}|{{ flag | default('none') }}{% if loop.last %}{% break %}{% endif %}{% endfor %}{{ ns.n }}"""
+NAMESPACE = """{% set ns = namespace(n=0) %}{% for m in messages %}
+{%- if m.role == 'user' %}{% set ns.n = ns.n + 1 %}{% endif %}
+{{ m.role }}|{{ m.content.split('x')[-1] | upper }}|{{ flag | default('none') }}
+{%- if loop.last %}{% break %}{% endif %}{% endfor %}{{ ns.n }}"""
 TEMPLATES = {"chatml": CHATML, "llama": LLAMA, "mistral": MISTRAL, "parts": PARTS, "namespace": NAMESPACE}
 SPECIAL = {"bos_token": "<s>", "eos_token": "</s>"}
 TOOL: dict[str, Any] = {"type": "function", "function": {"name": "größe", "parameters": {"a<b": [1, None, "é & ü"]}}}
