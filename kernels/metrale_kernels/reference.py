@@ -22,6 +22,7 @@ from metrale_kernels.interface import PackedLinear, RaggedBatch
 ROW_GROUP = 16
 QUERY_TILE = 16
 KEY_TILE = 64
+HEAD_TILE = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,7 +147,7 @@ def _gather(cache: Tensor, block_table: Tensor, length: int) -> Tensor:
     _, heads, block_size, head_dim = cache.shape
     blocks = block_table[: -(-length // block_size)].long()
     rows = cache[blocks].transpose(0, 1).reshape(heads, -1, head_dim)[:, :length].float()
-    return F.pad(rows, (0, 0, 0, -length % KEY_TILE))
+    return F.pad(rows, (0, 0, 0, -length % KEY_TILE)).contiguous()
 
 
 def _attend_in_tiles(
@@ -158,13 +159,17 @@ def _attend_in_tiles(
     leave its
     sums as they are, bit for bit: its maximum stays, the factor is exp(0) = 1 and what is added is 0.
     """
-    rows, query_heads, head_dim = query.shape
+    rows, query_heads, narrow = query.shape
     groups = query_heads // keys.shape[0]
+    # At sizes such as 10 the bits of a row of a product do depend on its place; zeros up to the next multiple do not.
+    head_dim = -(-narrow // HEAD_TILE) * HEAD_TILE
+    query, keys, values = (F.pad(x, (0, head_dim - narrow)) for x in (query, keys, values))
     out = torch.empty(rows, query_heads, head_dim)
     wide = query.float().transpose(0, 1) * scale
     for first in range(0, rows, QUERY_TILE):
         count = min(QUERY_TILE, rows - first)
-        tile = F.pad(wide[:, first : first + count], (0, 0, 0, QUERY_TILE - count))
+        # Contiguous also when full: the bits of a product depend on how its operands lie in memory.
+        tile = F.pad(wide[:, first : first + count], (0, 0, 0, QUERY_TILE - count)).contiguous()
         row_positions = F.pad(positions[first : first + count], (0, QUERY_TILE - count), value=-1)
         for head in range(query_heads):
             maximum = torch.full((QUERY_TILE, 1), float("-inf"))
@@ -186,7 +191,7 @@ def _attend_in_tiles(
                 mixed = mixed * factor + weights @ values[head // groups, start : start + KEY_TILE]
                 maximum = higher
             out[first : first + count, head] = (mixed / total)[:count]
-    return out
+    return out[..., :narrow]
 
 
 def _row_sums(x: Tensor) -> Tensor:
