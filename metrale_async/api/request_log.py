@@ -1,0 +1,74 @@
+"""One line for every finished request, with what is known of it and no text of it."""
+
+from __future__ import annotations
+
+import logging
+import re
+import secrets
+import time
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+from aiohttp import web
+
+from metrale_async.api.limits import MAX_REQUEST_ID_CHARS
+
+REQUEST_ID_HEADER: Final = "X-Request-Id"
+LOGGED_PROMPT_CHARS: Final = 200
+CLIENT_LEFT: Final = 499
+"""Status in the log (never sent) of a request whose client left before the answer was complete."""
+
+_PLAIN_ID = re.compile(rf"[A-Za-z0-9._:-]{{1,{MAX_REQUEST_ID_CHARS}}}")
+
+logger = logging.getLogger("metrale_async.request")
+
+
+def request_id_of(request: web.Request) -> str:
+    """The client's own id if it is one that can be logged and sent back, else a new one."""
+    given = request.headers.get(REQUEST_ID_HEADER, "")
+    return given if _PLAIN_ID.fullmatch(given) else secrets.token_hex(12)
+
+
+@dataclass(slots=True)
+class RequestSummary:
+    """Filled in while a request is served."""
+
+    request_id: str
+    started_s: float = field(default_factory=time.perf_counter)
+    stream: bool | None = None
+    prompt_tokens: int | None = None
+    completion_tokens: int | None = None
+    choices: int | None = None
+    finish_reasons: list[str] = field(default_factory=list)
+    first_token_s: float | None = None
+    error_code: str | None = None
+    ignored_fields: list[str] = field(default_factory=list)
+    prompt: str | None = None
+
+    def note_first_token(self) -> None:
+        if self.first_token_s is None:
+            self.first_token_s = time.perf_counter() - self.started_s
+
+    def log(self, request: web.Request, status: int) -> None:
+        """Write the line; probes and scrapes only at debug level."""
+        level = logging.DEBUG if request.method == "GET" and status < 400 else logging.INFO
+        if not logger.isEnabledFor(level):
+            return
+        duration_s = time.perf_counter() - self.started_s
+        fields: dict[str, Any] = {
+            "request_id": self.request_id,
+            "method": request.method,
+            "path": request.path[:128],
+            "status": status,
+            "duration_ms": round(duration_s * 1000, 1),
+            "first_token_ms": None if self.first_token_s is None else round(self.first_token_s * 1000, 1),
+            "stream": self.stream,
+            "prompt_tokens": self.prompt_tokens,
+            "completion_tokens": self.completion_tokens,
+            "choices": self.choices,
+            "finish_reasons": ",".join(sorted(set(self.finish_reasons))) or None,
+            "error_code": self.error_code,
+            "ignored_fields": ",".join(self.ignored_fields) or None,
+            "prompt": self.prompt,
+        }
+        logger.log(level, "request", extra={"fields": {name: value for name, value in fields.items() if value is not None}})
