@@ -7,6 +7,7 @@ of metrale_async it may import errors and arguments only.
 from metrale_async.models.catalogue import CATALOGUE, CatalogueEntry, models_folder
 from metrale_async.models.config import ModelConfig
 from metrale_async.models.generation_defaults import GenerationDefaults
+from metrale_async.models.gguf_file import GgufFile
 from metrale_async.models.interface import (
     CausalLanguageModel,
     LayerState,
@@ -24,6 +25,7 @@ __all__ = [
     "CatalogueEntry",
     "CausalLanguageModel",
     "GenerationDefaults",
+    "GgufFile",
     "LayerState",
     "ListedModel",
     "LoadedModel",
