@@ -10,7 +10,7 @@ from typing import Final
 import torch
 from metrale_kernels.interface import Operations
 
-from metrale_async.errors import CheckpointError
+from metrale_async.errors import CheckpointError, ConfigurationError
 from metrale_async.models.config import ModelConfig
 from metrale_async.models.decoder import Decoder, decoder_shapes
 from metrale_async.models.digest import model_digest
@@ -72,8 +72,10 @@ def load_model(
     ``dtype`` is ``auto``, ``float32`` or ``bfloat16``; auto follows the checkpoint (see ``natural_dtype``). Weights are
     read tensor by tensor, so the memory needed beside the model is that of its largest layer. ``max_sequence_tokens``
     caps the model's own limit and with it the rotary tables. Raises UnsupportedModelError or CheckpointError, before
-    any weight is read where a header can tell.
+    any weight is read where a header can tell, and ConfigurationError for another ``dtype``.
     """
+    if dtype != "auto" and dtype not in _DTYPES:
+        raise ConfigurationError(f"--dtype is {dtype!r}; allowed: one of auto, {', '.join(_DTYPES)}")
     checkpoint = _open_checkpoint(source)
     try:
         config = checkpoint.config

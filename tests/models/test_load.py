@@ -14,7 +14,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from metrale_kernels.interface import Operations
 
-from metrale_async.errors import CheckpointError, ModelError, UnsupportedModelError
+from metrale_async.errors import CheckpointError, ConfigurationError, ModelError, UnsupportedModelError
 from metrale_async.models import PagedState, load_config, resolve_model
 from metrale_async.models.gguf_file import GgufFile
 from tests.models.tiny import CONFIG, load, tiny_tensors, write_directory, write_gguf, write_shards
@@ -54,6 +54,11 @@ def test_the_type_follows_the_checkpoint_or_the_flag(
     state = loaded.model.states[0][0]
     assert isinstance(state, PagedState)
     assert state.dtype is expected
+
+
+def test_another_type_is_refused_with_the_allowed_ones(tmp_path: Path, operations: Operations) -> None:
+    with pytest.raises(ConfigurationError, match="'float16'; allowed: one of auto, float32, bfloat16"):
+        load(write_directory(tmp_path / "m"), operations, "float16")
 
 
 def test_float32_norms_do_not_make_a_16_bit_checkpoint_wide(tmp_path: Path, operations: Operations) -> None:
