@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeElapsedColumn, TransferSpeedColumn
 
 from metrale_async.engine.engine_args import EngineArgs
+from metrale_async.logging_setup import configure_logging
 
 if TYPE_CHECKING:
     from metrale_async.engine import AsyncEngine
@@ -20,7 +21,8 @@ Result = TypeVar("Result")
 
 
 def run_on_loop(main: Coroutine[Any, Any, Result]) -> Result:
-    """Run a command's coroutine on the event loop that the engine is made for."""
+    """Run a command's coroutine on the event loop that the engine is made for; of log lines only warnings are shown."""
+    configure_logging(level="warning")
     return uvloop.run(main)
 
 

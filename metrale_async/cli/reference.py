@@ -39,11 +39,18 @@ def parameters() -> str:
     return _table(("parameter", "accepted; anything else is a 400 that names the field", "off"), rows)
 
 
+def bounds() -> str:
+    from metrale_async.api.limits import BOUNDS
+
+    return _table(("what a client sends", "bound"), [(what, bound) for what, bound in BOUNDS.items()])
+
+
 TABLES: Final[Mapping[str, Callable[[], str]]] = {
     "commands": commands,
     "serve flags": serve_flags,
     "environment": environment,
     "parameters": parameters,
+    "bounds": bounds,
 }
 
 

@@ -20,13 +20,14 @@ BELOW_ENGINE = {"cache", "speculative", "parallel", "execution"}
 ALLOWED: Mapping[str, set[str]] = {
     "errors": set(),
     "arguments": set(),
+    "logging_setup": set(),
     "text": SHARED,
     "models": SHARED,
     **{package: SHARED | {"models"} for package in BELOW_ENGINE},
     "engine": SHARED | BELOW_ENGINE | {"models", "text"},
     "api": SHARED | BELOW_ENGINE | {"engine", "models", "text"},
     "startup": SHARED | BELOW_ENGINE | {"engine", "models", "text"},
-    "cli": SHARED | BELOW_ENGINE | {"api", "engine", "models", "startup", "text", "__version__"},
+    "cli": SHARED | BELOW_ENGINE | {"api", "engine", "models", "startup", "text", "logging_setup", "__version__"},
     "__init__": SHARED | BELOW_ENGINE | {"engine", "models", "startup", "text"},
     "__main__": {"cli"},
 }
