@@ -25,6 +25,8 @@ MAX_NAME_CHARS: Final = 256
 MAX_TEMPLATE_VARIABLES: Final = 64
 MAX_HEADER_BYTES: Final = 8190
 MAX_REQUEST_ID_CHARS: Final = 128
+MAX_INLINE_LOGPROBS: Final = 2000
+"""An answer with more log-probabilities is put together on a worker thread: one takes about a microsecond."""
 BODY_TIMEOUT_S: Final = 30.0
 """For the whole body to arrive: a client that sends a byte now and then does not hold a connection for ever."""
 SEND_BUFFER_BYTES: Final = 64 * 1024

@@ -6,12 +6,14 @@ import logging
 import re
 import secrets
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
 from aiohttp import web
 
 from metrale_async.api.limits import MAX_REQUEST_ID_CHARS
+from metrale_async.engine import OutputDelta, RequestOutput
 
 REQUEST_ID_HEADER: Final = "X-Request-Id"
 LOGGED_PROMPT_CHARS: Final = 200
@@ -45,9 +47,20 @@ class RequestSummary:
     ignored_fields: list[str] = field(default_factory=list)
     prompt: str | None = None
 
-    def note_first_token(self) -> None:
+    def note_batch(self, batch: Sequence[OutputDelta]) -> None:
+        """Deltas that are about to be sent."""
         if self.first_token_s is None:
             self.first_token_s = time.perf_counter() - self.started_s
+        for delta in batch:
+            if delta.finish_reason is not None:
+                self.finish_reasons.append(delta.finish_reason)
+            if delta.usage is not None:
+                self.completion_tokens = (self.completion_tokens or 0) + delta.usage.completion_tokens
+
+    def note_output(self, outputs: Sequence[RequestOutput]) -> None:
+        """Whole answers."""
+        self.completion_tokens = sum(output.usage.completion_tokens for output in outputs)
+        self.finish_reasons = [choice.finish_reason for output in outputs for choice in output.choices]
 
     def log(self, request: web.Request, status: int) -> None:
         """Write the line; probes and scrapes only at debug level."""

@@ -56,7 +56,8 @@ def cache_folder() -> Path:
 def load_build(*, portable: bool = False, folder: Path | None = None) -> Build:
     """Load the library, compiling it if there is no intact build. ``portable`` leaves out every instruction set path.
 
-    Raises KernelUnavailableError: no compiler, a failed compilation, or no folder of the user's own to keep the result in.
+    Raises KernelUnavailableError: no compiler, a failed compilation, or no folder of the user's own to keep the result
+    in.
     """
     compiler, version = _find_compiler()
     flags = _flags(portable)
