@@ -56,18 +56,19 @@ static inline int64_t groups_of(const struct attention_args *a) { return a->quer
 static void find_rows(const struct attention_args *a, int64_t sequence, int64_t head, int64_t start, int64_t length,
                       const void *zeros, const char **keys, const char **values) {
     const int32_t *table = a->block_tables + sequence * a->table_stride;
-    int64_t item = a->dtype == F32 ? 4 : 2;
-    for (int64_t j = 0; j < TILE; j++) {
-        int64_t position = start + j;
-        if (position >= length) {
-            keys[j] = values[j] = zeros;
-            continue;
+    int64_t item = a->dtype == F32 ? 4 : 2, row_bytes = a->head_dim * item;
+    int64_t count = length - start < TILE ? length - start : TILE;
+    int64_t block = start / a->block_size, offset = start % a->block_size;
+    for (int64_t j = 0; j < count; block++, offset = 0) {
+        int64_t place = (head * a->block_size + offset) * a->head_dim;
+        const char *key = (const char *)a->key_cache + (table[block] * a->key_block_stride + place) * item;
+        const char *value = (const char *)a->value_cache + (table[block] * a->value_block_stride + place) * item;
+        for (; j < count && offset < a->block_size; j++, offset++, key += row_bytes, value += row_bytes) {
+            keys[j] = key;
+            values[j] = value;
         }
-        int64_t block = table[position / a->block_size];
-        int64_t place = (head * a->block_size + position % a->block_size) * a->head_dim;
-        keys[j] = (const char *)a->key_cache + (block * a->key_block_stride + place) * item;
-        values[j] = (const char *)a->value_cache + (block * a->value_block_stride + place) * item;
     }
+    for (int64_t j = count; j < TILE; j++) keys[j] = values[j] = zeros;
 }
 
 #ifdef METRALE_AVX512
@@ -147,18 +148,18 @@ static inline vf dot(vf sum, vu keys, uint32_t query) {
     static inline __attribute__((always_inline)) void NAME(const uint32_t *const *queries, int count, int64_t words,   \
                                                            const uint32_t *keys, float scale, float *out) {            \
         vf s[QUERIES][TILE / LANES];                                                                                   \
-        for (int q = 0; q < count; q++)                                                                                \
-            for (int t = 0; t < TILE / LANES; t++) s[q][t] = (vf){};                                                   \
+        UNROLL for (int q = 0; q < count; q++)                                                                         \
+            UNROLL for (int t = 0; t < TILE / LANES; t++) s[q][t] = (vf){};                                            \
         for (int64_t w = 0; w < words; w++) {                                                                          \
             vu k[TILE / LANES];                                                                                        \
-            for (int t = 0; t < TILE / LANES; t++) k[t] = *(const vu *)(keys + w * TILE + t * LANES);                  \
-            for (int q = 0; q < count; q++) {                                                                          \
+            UNROLL for (int t = 0; t < TILE / LANES; t++) k[t] = *(const vu *)(keys + w * TILE + t * LANES);           \
+            UNROLL for (int q = 0; q < count; q++) {                                                                   \
                 uint32_t value = queries[q][w];                                                                        \
-                for (int t = 0; t < TILE / LANES; t++) s[q][t] = STEP(s[q][t], k[t], value);                           \
+                UNROLL for (int t = 0; t < TILE / LANES; t++) s[q][t] = STEP(s[q][t], k[t], value);                    \
             }                                                                                                          \
         }                                                                                                              \
-        for (int q = 0; q < count; q++)                                                                                \
-            for (int t = 0; t < TILE / LANES; t++) store_f32(out + q * TILE + t * LANES, s[q][t] * scale);             \
+        UNROLL for (int q = 0; q < count; q++)                                                                         \
+            UNROLL for (int t = 0; t < TILE / LANES; t++) store_f32(out + q * TILE + t * LANES, s[q][t] * scale);      \
     }
 static inline vf multiply_add(vf sum, vu keys, uint32_t query) {
     union { uint32_t u; float f; } c = {query};
@@ -189,18 +190,18 @@ static inline __attribute__((always_inline)) void mix(float *const *mixed, const
     int64_t d = 0;
     for (; d + 4 * LANES <= head_dim; d += 4 * LANES) {
         vf s[QUERIES][4];
-        for (int q = 0; q < count; q++)
-            for (int t = 0; t < 4; t++) s[q][t] = load_f32(mixed[q] + d + t * LANES);
+        UNROLL for (int q = 0; q < count; q++)
+            UNROLL for (int t = 0; t < 4; t++) s[q][t] = load_f32(mixed[q] + d + t * LANES);
         for (int64_t j = first; j < last; j++) {
             vf v[4];
-            for (int t = 0; t < 4; t++) v[t] = load_f32(values + j * head_dim + d + t * LANES);
-            for (int q = 0; q < count; q++) {
+            UNROLL for (int t = 0; t < 4; t++) v[t] = load_f32(values + j * head_dim + d + t * LANES);
+            UNROLL for (int q = 0; q < count; q++) {
                 vf weight = splat(weights[q][j]);
-                for (int t = 0; t < 4; t++) s[q][t] = s[q][t] + weight * v[t];
+                UNROLL for (int t = 0; t < 4; t++) s[q][t] = s[q][t] + weight * v[t];
             }
         }
-        for (int q = 0; q < count; q++)
-            for (int t = 0; t < 4; t++) store_f32(mixed[q] + d + t * LANES, s[q][t]);
+        UNROLL for (int q = 0; q < count; q++)
+            UNROLL for (int t = 0; t < 4; t++) store_f32(mixed[q] + d + t * LANES, s[q][t]);
     }
     for (; d + LANES <= head_dim; d += LANES)
         for (int q = 0; q < count; q++) {
@@ -216,6 +217,17 @@ static inline __attribute__((always_inline)) void mix(float *const *mixed, const
             for (int64_t j = first; j < last; j++) s = s + splat(weights[q][j]) * splat(values[j * head_dim + d]);
             mixed[q][d] = s[0];
         }
+}
+
+/* The same for vectors that see the same keys of the tile. */
+static void mix_alike(float *const *mixed, const float *const *weights, int count, const float *values,
+                      int64_t head_dim, int64_t first, int64_t last) {
+    switch (count) {
+    case 1: mix(mixed, weights, 1, values, head_dim, first, last); break;
+    case 2: mix(mixed, weights, 2, values, head_dim, first, last); break;
+    case 3: mix(mixed, weights, 3, values, head_dim, first, last); break;
+    case 4: mix(mixed, weights, 4, values, head_dim, first, last); break;
+    }
 }
 
 /* Turn a vector's scores of one tile into weights and take them into its softmax. Keys outside [first, last) are not seen. */
@@ -234,7 +246,7 @@ static ONE_COPY void take_scores(struct partial *p, float *s, int64_t first, int
         p->maximum = maximum;
     }
     vf total = {};
-    for (int t = 0; t < TILE / LANES; t++) {
+    UNROLL for (int t = 0; t < TILE / LANES; t++) {
         vf weight = exp_vf(load_f32(s + t * LANES) - splat(p->maximum));
         store_f32(s + t * LANES, weight);
         total = total + weight;
@@ -277,7 +289,7 @@ static ONE_COPY void attend_partition(const struct attention_args *a, const stru
             float *mixed[QUERIES];
             const float *weights[QUERIES];
             int64_t first[QUERIES], last[QUERIES];
-            int count = vectors - v < QUERIES ? (int)(vectors - v) : QUERIES, whole = 1, any = 0;
+            int count = vectors - v < QUERIES ? (int)(vectors - v) : QUERIES, alike = 1, any = 0;
             for (int q = 0; q < count; q++) {
                 int64_t row = (v + q) / groups, head = p->head * groups + (v + q) % groups;
                 int64_t place = (p->row + row) * a->query_stride + head * head_dim;
@@ -288,7 +300,7 @@ static ONE_COPY void attend_partition(const struct attention_args *a, const stru
                 if (first[q] < 0) first[q] = 0;
                 last[q] = positions[row] + 1 - start;
                 if (last[q] > TILE) last[q] = TILE;
-                whole &= first[q] == 0 && last[q] == TILE;
+                alike &= first[q] == first[0] && last[q] == last[0];
                 any |= first[q] < last[q];
             }
             if (!any) continue;
@@ -296,12 +308,12 @@ static ONE_COPY void attend_partition(const struct attention_args *a, const stru
             for (int q = 0; q < count; q++)
                 if (first[q] < last[q])
                     take_scores(out[v + q], score_tile + (v + q) * TILE, first[q], last[q], head_dim);
-            if (whole && count == QUERIES) {
-                mix(mixed, weights, QUERIES, value_tile, head_dim, 0, TILE);
+            if (alike) {
+                mix_alike(mixed, weights, count, value_tile, head_dim, first[0], last[0]);
             } else {
                 for (int q = 0; q < count; q++)
                     if (first[q] < last[q])
-                        mix(mixed + q, weights + q, 1, value_tile, head_dim, first[q], last[q]);
+                        mix_alike(mixed + q, weights + q, 1, value_tile, head_dim, first[q], last[q]);
             }
         }
     }

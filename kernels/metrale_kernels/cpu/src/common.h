@@ -16,6 +16,8 @@
 #endif
 
 #define LANES 16
+/* Before loops over registers, which are none unless the loop is unrolled. */
+#define UNROLL _Pragma("GCC unroll 16")
 /* Sixteen lanes whatever the processor has: the compiler splits them into as many registers as it takes, and a sum over
  * lanes has the same order everywhere. */
 typedef float vf __attribute__((vector_size(64), aligned(4), may_alias));
@@ -55,9 +57,9 @@ static inline void store_bf16(bf16 *p, vf x) {
 }
 /* The value after a round trip through bfloat16. */
 static inline vf round_bf16(vf x) {
-    bf16 rounded[LANES];
-    store_bf16(rounded, x);
-    return load_bf16(rounded);
+    vu bits = as_bits(x), is_nan = (vu)(x != x);
+    vu rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) & 0xFFFF0000u;
+    return as_float((is_nan & (bits | 0x400000)) | (~is_nan & rounded));
 }
 
 static inline vf max_vf(vf a, vf b) {
@@ -69,25 +71,48 @@ static inline vf max_vf(vf a, vf b) {
 #endif
 }
 /* Lanes are folded in halves: one order everywhere. */
+#if defined(__clang__)
+#define SHUFFLE(x, ...) __builtin_shufflevector(x, x, __VA_ARGS__)
+#else
+#define SHUFFLE(x, ...) __builtin_shuffle(x, (vi){__VA_ARGS__})
+#endif
+#define FOLD(x, OP)                                                                                                    \
+    x = OP(x, SHUFFLE(x, 8, 9, 10, 11, 12, 13, 14, 15, 0, 1, 2, 3, 4, 5, 6, 7));                                       \
+    x = OP(x, SHUFFLE(x, 4, 5, 6, 7, 0, 1, 2, 3, 12, 13, 14, 15, 8, 9, 10, 11));                                       \
+    x = OP(x, SHUFFLE(x, 2, 3, 0, 1, 6, 7, 4, 5, 10, 11, 8, 9, 14, 15, 12, 13));                                       \
+    x = OP(x, SHUFFLE(x, 1, 0, 3, 2, 5, 4, 7, 6, 9, 8, 11, 10, 13, 12, 15, 14));
+static inline vf add_vf(vf a, vf b) { return a + b; }
 static inline float sum_lanes(vf x) {
-    float t[LANES];
-    store_f32(t, x);
-    for (int half = LANES / 2; half; half /= 2)
-        for (int i = 0; i < half; i++) t[i] += t[i + half];
-    return t[0];
+    FOLD(x, add_vf)
+    return x[0];
 }
 static inline float max_lanes(vf x) {
-    float t[LANES];
-    store_f32(t, x);
-    for (int half = LANES / 2; half; half /= 2)
-        for (int i = 0; i < half; i++) t[i] = t[i] > t[i + half] ? t[i] : t[i + half];
-    return t[0];
+    FOLD(x, max_vf)
+    return x[0];
 }
 
-/* exp in float32 to about 1 unit in the last place; 0 below -87.3 (also for -inf), NaN for NaN.
+/* exp in float32 to about 1 unit in the last place; 0 for -inf, NaN for NaN.
  * 2^n * p(r), x = n ln 2 + r, |r| <= ln 2 / 2, with ln 2 in two parts (Cody and Waite). */
+static inline vf exp_reduced(vf r) {
+    vf p = splat(1.9875691500e-4f);
+    p = p * r + 1.3981999507e-3f;
+    p = p * r + 8.3334519073e-3f;
+    p = p * r + 4.1665795894e-2f;
+    p = p * r + 1.6666665459e-1f;
+    p = p * r + 5.0000001201e-1f;
+    return p * (r * r) + r + 1.0f;
+}
 static inline vf exp_vf(vf x) {
     const float log2e = 1.44269504088896341f, ln2_high = 0.693359375f, ln2_low = -2.12194440e-4f;
+#ifdef METRALE_AVX512
+    /* The second operand of these is what they return for NaN. */
+    __m512 clamped = _mm512_max_ps(_mm512_set1_ps(-104.5f), (__m512)x);
+    clamped = _mm512_min_ps(_mm512_set1_ps(88.8f), clamped);
+    vf n = (vf)_mm512_roundscale_ps(_mm512_mul_ps(clamped, _mm512_set1_ps(log2e)), 0);
+    vf r = (vf)clamped - n * ln2_high;
+    r = r - n * ln2_low;
+    return (vf)_mm512_scalef_ps((__m512)exp_reduced(r), (__m512)n);
+#else
     vf clamped = max_vf(x, splat(-87.33654f));
     vf upper = splat(88.72283f);
     vu over = (vu)(clamped > upper);
@@ -97,18 +122,12 @@ static inline vf exp_vf(vf x) {
     vf n = shifted - magic;
     vf r = clamped - n * ln2_high;
     r = r - n * ln2_low;
-    vf p = splat(1.9875691500e-4f);
-    p = p * r + 1.3981999507e-3f;
-    p = p * r + 8.3334519073e-3f;
-    p = p * r + 4.1665795894e-2f;
-    p = p * r + 1.6666665459e-1f;
-    p = p * r + 5.0000001201e-1f;
-    p = p * (r * r) + r + 1.0f;
-    vf result = as_float(as_bits(p) + (as_bits(shifted) << 23));
+    vf result = as_float(as_bits(exp_reduced(r)) + (as_bits(shifted) << 23));
     vu under = (vu)(x < splat(-87.33654f));
     result = as_float(~under & as_bits(result));
     vu nan = (vu)(x != x);
     return as_float((nan & as_bits(x)) | (~nan & as_bits(result)));
+#endif
 }
 
 /* Thread pool (pool.c). Tasks 0 .. count - 1 are taken in order by whichever thread is free. */
