@@ -71,4 +71,4 @@ def _one_line(text: str) -> str:
     """Control characters, line breaks above all, as escapes: a client must not be able to forge a line."""
     if text.isprintable():
         return text
-    return "".join(char if char.isprintable() else char.encode("unicode_escape", "backslashreplace").decode() for char in text)
+    return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in text)

@@ -46,7 +46,7 @@ class TokenCheck:
             raise ConfigurationError(f"--auth-tokens-file {path} holds no token")
         if any(len(token) < MIN_TOKEN_CHARS or " " in token for token in tokens):
             raise ConfigurationError(
-                f"--auth-tokens-file {path} holds a token that is shorter than {MIN_TOKEN_CHARS} characters or has a space"
+                f"--auth-tokens-file {path} holds a token with a space or fewer than {MIN_TOKEN_CHARS} characters"
             )
         return cls(tokens)
 

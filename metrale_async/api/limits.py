@@ -55,5 +55,5 @@ BOUNDS: Final[Mapping[str, str]] = {
     "chat_template_kwargs": f"up to {MAX_TEMPLATE_VARIABLES} names",
     "role, name, model, ids": f"up to {MAX_NAME_CHARS} characters",
     "prompt": "what the context holds (--max-seq-len), and 16 Mi characters after the chat template",
-    "unsent output": f"{SEND_BUFFER_BYTES} bytes in the server; a client that takes nothing for {SEND_TIMEOUT_S:g} s is dropped",
+    "unsent output": f"{SEND_BUFFER_BYTES} bytes; a client that takes nothing for {SEND_TIMEOUT_S:g} s is dropped",
 }

@@ -84,4 +84,5 @@ class RequestSummary:
             "ignored_fields": ",".join(self.ignored_fields) or None,
             "prompt": self.prompt,
         }
-        logger.log(level, "request", extra={"fields": {name: value for name, value in fields.items() if value is not None}})
+        known = {name: value for name, value in fields.items() if value is not None}
+        logger.log(level, "request", extra={"fields": known})

@@ -13,15 +13,15 @@ class ServerArgs:
     """Where the server listens, whom it lets in, how much it reads, how it ends, and what it writes to its log."""
 
     host: str = argument("127.0.0.1", group="Server", help="address to listen on; the default is this machine only")
-    port: int = argument(8888, group="Server", help="port to listen on; 0 lets the system choose", minimum=0, maximum=65535)
+    port: int = argument(8888, group="Server", help="port to listen on; 0: any free one", minimum=0, maximum=65535)
     served_model_name: str | None = argument(
-        None, group="Server", help="model id that clients use; not set, the name the model was given by", metavar="NAME"
+        None, group="Server", help="model id for clients; not set, the name the model was given by", metavar="NAME"
     )
     require_auth: bool = argument(
         False, group="Server", help="every route but /health* needs an Authorization: Bearer token"
     )
     auth_tokens_file: str | None = argument(
-        None, group="Server", help="file of accepted tokens, one a line; lines that begin with # are skipped", metavar="PATH"
+        None, group="Server", help="file of accepted tokens, one a line; # begins a comment line", metavar="PATH"
     )
     max_body_mb: float = argument(
         8.0, group="Server", help="largest request body in MiB; a larger one is a 413", minimum=0.001, maximum=256
@@ -36,7 +36,7 @@ class ServerArgs:
 
     log_format: str = argument("text", group="Logging", help="form of a log line", choices=("text", "json"))
     log_level: str = argument(
-        "info", group="Logging", help="least severe lines that are written", choices=("debug", "info", "warning", "error")
+        "info", group="Logging", help="least severe lines to write", choices=("debug", "info", "warning", "error")
     )
     log_prompts: bool = argument(
         False, group="Logging", help="write the beginning of each prompt to the log; it may hold private text"

@@ -1,0 +1,298 @@
+"""POST /v1/completions."""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import anyio.to_thread
+import orjson
+from aiohttp import web
+
+from metrale_async.api.context import SERVICE, SUMMARY, Service
+from metrale_async.api.event_stream import EventStream, send_events
+from metrale_async.api.failures import json_response
+from metrale_async.api.generation import collect, note_request, read_streams, submitted, usage_object
+from metrale_async.api.json_body import read_json_object
+from metrale_async.api.limits import MAX_CHOICES, MAX_INLINE_LOGPROBS, MAX_PROMPTS
+from metrale_async.api.logprobs import CompletionLogprobs, joined, prompt_logprobs
+from metrale_async.api.sampling import sampling_params
+from metrale_async.api.schemas import CompletionRequest, check_stream_options, read_fields
+from metrale_async.engine import ChoiceOutput, OutputDelta, RequestOutput, SamplingParams, TokenLogprobs, Usage
+from metrale_async.errors import InvalidRequestError
+from metrale_async.text import Tokenizer
+
+DEFAULT_MAX_TOKENS = 16
+"""OpenAI's, for text completions only."""
+
+
+async def completions(request: web.Request) -> web.StreamResponse:
+    service, summary = request.app[SERVICE], request[SUMMARY]
+    service.check_ready()
+    body = await read_json_object(request)
+    fields, summary.ignored_fields = read_fields(body, CompletionRequest)
+    summary.stream = bool(fields.stream)
+    model = service.check_model(fields.model)
+    include_usage = check_stream_options(fields)
+    prompts = split_prompts(fields.prompt)
+    params = _params(service, fields)
+    if params.n * len(prompts) > MAX_CHOICES:
+        raise InvalidRequestError(
+            f"n is {params.n} for each of {len(prompts)} prompts; allowed: {MAX_CHOICES} choices in all", param="n"
+        )
+    prompt_ids = [await _encode(service.engine.tokenizer, prompt, fields) for prompt in prompts]
+    note_request(summary, service.engine, prompt_ids, params.n, log_prompts=service.args.log_prompts)
+    answer = CompletionAnswer(service, fields, params, model, prompts, prompt_ids)
+    with submitted(service.engine, prompt_ids, params, answer.id) as streams:
+        if not fields.stream:
+            outputs = await collect(streams)
+            summary.note_output(outputs)
+            return await answer.whole(outputs)
+
+        async def produce(events: EventStream) -> None:
+            encoder = CompletionEventEncoder(answer, include_usage=include_usage)
+
+            async def send(prompt_index: int, batch: list[OutputDelta]) -> None:
+                summary.note_batch(batch)
+                events_of_batch = encoder.encode(prompt_index, batch)
+                if events_of_batch:
+                    await events.write(events_of_batch)
+
+            await read_streams(streams, send)
+
+        return await send_events(request, produce)
+
+
+def split_prompts(prompt: str | Sequence[str | int | Sequence[int]]) -> list[str | Sequence[int]]:
+    """A text, a list of texts, token ids or a list of those, as a list of prompts. Raises InvalidRequestError."""
+    if isinstance(prompt, str):
+        return [prompt]
+    if not prompt:
+        raise InvalidRequestError("prompt is an empty list; at least one prompt is needed", param="prompt")
+    kinds = {type(item) for item in prompt}
+    if kinds == {int}:
+        return [[item for item in prompt if isinstance(item, int)]]
+    if len(kinds) > 1:
+        raise InvalidRequestError("prompt mixes texts, token ids and lists of them", param="prompt")
+    if len(prompt) > MAX_PROMPTS:
+        raise InvalidRequestError(f"prompt holds {len(prompt)} prompts; allowed: up to {MAX_PROMPTS}", param="prompt")
+    return [item for item in prompt if not isinstance(item, int)]
+
+
+async def _encode(tokenizer: Tokenizer, prompt: str | Sequence[int], fields: CompletionRequest) -> Sequence[int]:
+    if not isinstance(prompt, str):
+        return prompt
+    adds = fields.add_special_tokens is None or fields.add_special_tokens
+    return await tokenizer.encode_async(prompt, add_special_tokens=adds)
+
+
+def _params(service: Service, fields: CompletionRequest) -> SamplingParams:
+    max_tokens = DEFAULT_MAX_TOKENS if fields.max_tokens is None else fields.max_tokens
+    overrides: dict[str, Any] = {}
+    if fields.echo and fields.logprobs is not None:
+        # The prompt's own tokens are part of the text.
+        overrides["prompt_logprobs"] = max(fields.logprobs, fields.prompt_logprobs or 0)
+    if fields.echo and max_tokens == 0:
+        # Scoring a prompt: the engine always generates, so one token is generated and not shown.
+        max_tokens = 1
+        overrides["min_tokens"] = 0
+    return sampling_params(
+        fields, service.engine.sampling_defaults, max_tokens=max_tokens, logprobs=fields.logprobs, **overrides
+    )
+
+
+class CompletionAnswer:
+    """What all events and the whole answer of one request have in common."""
+
+    def __init__(
+        self,
+        service: Service,
+        fields: CompletionRequest,
+        params: SamplingParams,
+        model: str,
+        prompts: Sequence[str | Sequence[int]],
+        prompt_ids: Sequence[Sequence[int]],
+    ) -> None:
+        self.id = f"cmpl-{secrets.token_hex(16)}"
+        self.created = int(time.time())
+        self.model = model
+        self.params = params
+        self.prompt_ids = prompt_ids
+        self.tokenizer: Tokenizer = service.engine.tokenizer
+        self.returns_token_ids = bool(fields.return_token_ids)
+        self.prompt_logprobs_wanted = fields.prompt_logprobs
+        self.shows_answer = fields.max_tokens != 0
+        self.echoed: list[str] | None = None
+        if fields.echo:
+            self.echoed = [self._echo(prompt, params) for prompt in prompts]
+
+    def _echo(self, prompt: str | Sequence[int], params: SamplingParams) -> str:
+        if isinstance(prompt, str):
+            return prompt
+        known = [token_id for token_id in prompt if 0 <= token_id < 2**31]
+        return self.tokenizer.decode(known, skip_special_tokens=params.skip_special_tokens)
+
+    def logprobs(self) -> CompletionLogprobs | None:
+        """What turns one choice's logprobs into the shape clients know; None if none were asked for."""
+        if self.params.logprobs is None:
+            return None
+        return CompletionLogprobs(
+            self.tokenizer, self.params.logprobs, skip_special_tokens=self.params.skip_special_tokens
+        )
+
+    def usage(self, usages: Sequence[Usage]) -> dict[str, object]:
+        if not self.shows_answer:
+            usages = [Usage(usage.prompt_tokens, 0, usage.cached_tokens) for usage in usages]
+        return usage_object(usages)
+
+    def finish_reason(self, reason: str) -> str:
+        return reason if self.shows_answer or reason == "timeout" else "length"
+
+    async def whole(self, outputs: Sequence[RequestOutput]) -> web.Response:
+        tokens = sum(len(choice.token_ids) for output in outputs for choice in output.choices)
+        tokens += sum(len(output.prompt_logprobs or ()) * len(output.choices) for output in outputs)
+        alternatives = 1 + max(self.params.logprobs or 0, self.params.prompt_logprobs or 0)
+        with_logprobs = self.params.logprobs is not None or self.params.prompt_logprobs is not None
+        if with_logprobs and tokens * alternatives > MAX_INLINE_LOGPROBS:
+            return json_response(await anyio.to_thread.run_sync(self._object, outputs))
+        return json_response(self._object(outputs))
+
+    def _object(self, outputs: Sequence[RequestOutput]) -> dict[str, Any]:
+        return {
+            "id": self.id,
+            "object": "text_completion",
+            "created": self.created,
+            "model": self.model,
+            "choices": [
+                self._choice(prompt_index, output, choice)
+                for prompt_index, output in enumerate(outputs)
+                for choice in output.choices
+            ],
+            "usage": self.usage([output.usage for output in outputs]),
+        }
+
+    def _choice(self, prompt_index: int, output: RequestOutput, choice: ChoiceOutput) -> dict[str, Any]:
+        text, token_ids, entries = choice.text, choice.token_ids, choice.logprobs or ()
+        if not self.shows_answer:
+            text, token_ids, entries = "", (), ()
+        parts = []
+        logprobs = self.logprobs()
+        if self.echoed is not None:
+            echo = self.echoed[prompt_index]
+            text = echo + text
+            if logprobs is not None:
+                parts.append(logprobs.of_prompt(output.prompt_token_ids, output.prompt_logprobs or (), echo))
+        if logprobs is not None:
+            parts.append(logprobs.of_tokens(entries))
+        made: dict[str, Any] = {
+            "index": prompt_index * self.params.n + choice.index,
+            "text": text,
+            "logprobs": None if logprobs is None else joined(parts),
+            "finish_reason": self.finish_reason(choice.finish_reason),
+            "stop_reason": choice.stop_reason if self.shows_answer else None,
+        }
+        if self.prompt_logprobs_wanted is not None:
+            of_prompt = output.prompt_logprobs or ()
+            made["prompt_logprobs"] = prompt_logprobs(self.tokenizer, of_prompt, self.prompt_logprobs_wanted)
+        if self.returns_token_ids:
+            made |= {"token_ids": token_ids, "prompt_token_ids": output.prompt_token_ids}
+        return made
+
+
+class CompletionEventEncoder:
+    """Deltas to events. The constant parts are encoded once; a plain delta costs one call of orjson."""
+
+    def __init__(self, answer: CompletionAnswer, *, include_usage: bool) -> None:
+        self._answer = answer
+        self._include_usage = include_usage
+        head = {
+            "id": answer.id,
+            "object": "text_completion",
+            "created": answer.created,
+            "model": answer.model,
+        }
+        self._head = b"data: " + orjson.dumps(head)[:-1]
+        self._usage_null = b',"usage":null' if include_usage else b""
+        self._plain_tail = b',"logprobs":null,"finish_reason":null}]' + self._usage_null + b"}\n\n"
+        self._choices = answer.params.n * len(answer.prompt_ids)
+        self._plain_heads = [self._head + b',"choices":[{"index":%d,"text":' % index for index in range(self._choices)]
+        self._logprobs = [answer.logprobs() for _ in range(self._choices)]
+        self._begun = [False] * self._choices
+        self._is_plain = answer.params.logprobs is None and not answer.returns_token_ids and answer.shows_answer
+        self._usages: list[Usage] = []
+        self._prompt_logprobs: dict[int, tuple[TokenLogprobs | None, ...]] = {}
+        self._early: dict[int, list[OutputDelta]] = {}
+        """Deltas of choices that came before choice 0, which brings the prompt's logprobs that they echo."""
+
+    def encode(self, prompt_index: int, batch: list[OutputDelta]) -> bytes:
+        """All events of what one wake-up brought."""
+        parts: list[bytes] = []
+        if self._answer.echoed is not None and self._answer.params.logprobs is not None:
+            batch = self._after_prompt_logprobs(prompt_index, batch)
+        for delta in batch:
+            index = prompt_index * self._answer.params.n + delta.index
+            if not self._begun[index]:
+                self._begun[index] = True
+                self._begin(parts, prompt_index, index)
+            if delta.finish_reason is not None or not self._is_plain:
+                self._rich_event(parts, index, delta)
+            elif delta.text:
+                parts += (self._plain_heads[index], orjson.dumps(delta.text), self._plain_tail)
+            if delta.usage is not None:
+                self._usages.append(delta.usage)
+                if self._include_usage and len(self._usages) == len(self._answer.prompt_ids):
+                    usage = orjson.dumps(self._answer.usage(self._usages))
+                    parts += (self._head, b',"choices":[],"usage":', usage, b"}\n\n")
+        return b"".join(parts)
+
+    def _after_prompt_logprobs(self, prompt_index: int, batch: list[OutputDelta]) -> list[OutputDelta]:
+        if prompt_index in self._prompt_logprobs:
+            return batch
+        waiting = self._early.setdefault(prompt_index, [])
+        waiting += batch
+        for delta in waiting:
+            if delta.prompt_logprobs is not None:
+                self._prompt_logprobs[prompt_index] = delta.prompt_logprobs
+                return self._early.pop(prompt_index)
+            if delta.index == 0:
+                # Ended before its prompt was computed.
+                self._prompt_logprobs[prompt_index] = ()
+                return self._early.pop(prompt_index)
+        return []
+
+    def _begin(self, parts: list[bytes], prompt_index: int, index: int) -> None:
+        answer = self._answer
+        choice: dict[str, Any] = {}
+        if answer.echoed is not None:
+            choice["text"] = answer.echoed[prompt_index]
+            logprobs = self._logprobs[index]
+            if logprobs is not None:
+                entries = self._prompt_logprobs[prompt_index]
+                tokens = answer.prompt_ids[prompt_index] if entries else ()
+                choice["logprobs"] = logprobs.of_prompt(tokens, entries, choice["text"])
+        if answer.returns_token_ids:
+            choice |= {"prompt_token_ids": answer.prompt_ids[prompt_index], "token_ids": ()}
+        if choice:
+            parts.append(self._event({"index": index, "text": "", **choice}))
+
+    def _rich_event(self, parts: list[bytes], index: int, delta: OutputDelta) -> None:
+        answer = self._answer
+        choice: dict[str, Any] = {"index": index, "text": delta.text if answer.shows_answer else ""}
+        shows_tokens = bool(delta.token_ids) and answer.shows_answer
+        logprobs = self._logprobs[index]
+        if shows_tokens and logprobs is not None:
+            choice["logprobs"] = logprobs.of_tokens(delta.logprobs or ())
+        if shows_tokens and answer.returns_token_ids:
+            choice["token_ids"] = delta.token_ids
+        if delta.finish_reason is not None:
+            choice["finish_reason"] = answer.finish_reason(delta.finish_reason)
+            choice["stop_reason"] = delta.stop_reason if answer.shows_answer else None
+        elif not (choice["text"] or shows_tokens):
+            return
+        parts.append(self._event(choice))
+
+    def _event(self, choice: dict[str, Any]) -> bytes:
+        choices = orjson.dumps([{"logprobs": None, "finish_reason": None, **choice}])
+        return self._head + b',"choices":' + choices + self._usage_null + b"}\n\n"

@@ -1,0 +1,106 @@
+"""Server-sent events to one client: nothing is sent before the first event, and no client is waited for without end."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable
+from typing import Any, Final
+
+import orjson
+from aiohttp import web
+
+from metrale_async.api.context import SUMMARY
+from metrale_async.api.failures import error_object, unexpected_error_object
+from metrale_async.api.limits import SEND_BUFFER_BYTES, SEND_TIMEOUT_S
+from metrale_async.api.request_log import REQUEST_ID_HEADER
+from metrale_async.errors import EngineError
+
+DONE: Final = b"data: [DONE]\n\n"
+
+logger = logging.getLogger(__name__)
+
+
+class ClientLeftError(ConnectionError):
+    """The client closed its connection, or takes nothing."""
+
+
+class EventStream:
+    """Sends the response's head with the first event, so that whatever fails before that is a plain error response."""
+
+    def __init__(self, request: web.Request, send_timeout_s: float = SEND_TIMEOUT_S) -> None:
+        self._request = request
+        self._send_timeout_s = send_timeout_s
+        self._response = web.StreamResponse(
+            headers={
+                "Content-Type": "text/event-stream; charset=utf-8",
+                "Cache-Control": "no-cache",
+                # Proxies that buffer would hold tokens back.
+                "X-Accel-Buffering": "no",
+                REQUEST_ID_HEADER: request[SUMMARY].request_id,
+            }
+        )
+        self.started = False
+
+    async def write(self, events: bytes) -> None:
+        """Send whole events. Waits while more than SEND_BUFFER_BYTES are unsent. Raises ClientLeftError."""
+        transport = self._request.transport
+        if transport is None or transport.is_closing():
+            raise ClientLeftError("the client closed the connection")
+        if not self.started:
+            self.started = True
+            transport.set_write_buffer_limits(high=SEND_BUFFER_BYTES)
+            await self._response.prepare(self._request)
+        if transport.get_write_buffer_size() == 0:
+            # The socket took everything so far, so this cannot wait for long; saves a timer for every token.
+            await self._send(self._response.write(events))
+        else:
+            await self._send_in_time(self._response.write(events))
+
+    async def finish(self) -> web.StreamResponse:
+        await self.write(DONE)
+        await self._send_in_time(self._response.write_eof())
+        return self._response
+
+    async def _send_in_time(self, sending: Awaitable[None]) -> None:
+        try:
+            async with asyncio.timeout(self._send_timeout_s):
+                await self._send(sending)
+        except TimeoutError as error:
+            transport = self._request.transport
+            if transport is not None:
+                transport.abort()
+            raise ClientLeftError(f"the client took nothing for {self._send_timeout_s:g} seconds") from error
+
+    async def _send(self, sending: Awaitable[None]) -> None:
+        try:
+            await sending
+        except ConnectionError as error:
+            raise ClientLeftError("the client closed the connection") from error
+
+
+async def send_events(request: web.Request, produce: Callable[[EventStream], Awaitable[None]]) -> web.StreamResponse:
+    """Run ``produce``, which writes events. What it raises before the first one is raised from here; after that it
+    becomes an error event, and the stream ends."""
+    events = EventStream(request)
+    try:
+        await produce(events)
+    except ClientLeftError:
+        raise
+    except EngineError as error:
+        if not events.started:
+            raise
+        request[SUMMARY].error_code = error.code
+        await events.write(sse(error_object(error)))
+    except Exception:
+        if not events.started:
+            raise
+        logger.exception("a stream failed", extra={"fields": {"request_id": request[SUMMARY].request_id}})
+        request[SUMMARY].error_code = "internal_error"
+        await events.write(sse(unexpected_error_object()))
+    return await events.finish()
+
+
+def sse(value: Any) -> bytes:
+    """One event."""
+    return b"data: " + orjson.dumps(value) + b"\n\n"
