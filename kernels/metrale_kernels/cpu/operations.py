@@ -1,5 +1,5 @@
-"""The compiled operations behind the interface. Arguments travel as one packed struct of 8-byte fields; the calls release the
-interpreter lock."""
+"""The compiled operations behind the interface. Arguments travel as one packed struct of 8-byte fields; calls release
+the interpreter lock."""
 
 from __future__ import annotations
 
