@@ -82,7 +82,6 @@ class Report:
     cuda: Sequence[Device]
     device: Choice | Problem
     kernels: Choice | Problem
-    disk_io: Choice | Problem
     memory: MemoryPlan | Problem
     models_folder: str
     models: Mapping[str, str | None]
@@ -98,7 +97,7 @@ def run(line: Sequence[str]) -> int:
         print(orjson.dumps(dataclasses.asdict(report), option=orjson.OPT_INDENT_2).decode())
     else:
         _print(report)
-    problems = (report.device, report.kernels, report.disk_io, report.memory)
+    problems = (report.device, report.kernels, report.memory)
     return 1 if any(isinstance(finding, Problem) for finding in problems) else 0
 
 
@@ -111,7 +110,6 @@ def examine(args: EngineArgs) -> Report:
         cuda=_cuda_devices(),
         device=_ask(lambda: _device(args)),
         kernels=_ask(lambda: _kernels(args)),
-        disk_io=_ask(_disk_io),
         memory=_ask(lambda: _memory(args)),
         models_folder=str(models_folder()),
         models={model.name: None if model.path is None else str(model.path) for model in list_models()},
@@ -214,7 +212,6 @@ def _print(report: Report) -> None:
     row("CUDA", "; ".join(f"{d.name}, {_gib(d.memory_bytes)}, {d.compute_capability}" for d in report.cuda) or "none")
     row("device", report.device)
     row("kernels", report.kernels)
-    row("disk I/O", report.disk_io)
     row("KV cache", report.memory if isinstance(report.memory, Problem) else _memory_text(report.memory))
     row("models folder", report.models_folder)
     row("models", "\n".join(f"{name}: {path or 'not fetched'}" for name, path in report.models.items()))

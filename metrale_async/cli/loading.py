@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import sys
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TextIO, TypeVar, cast
 
 import uvloop
 from rich.console import Console
@@ -20,9 +21,9 @@ if TYPE_CHECKING:
 Result = TypeVar("Result")
 
 
-def run_on_loop(main: Coroutine[Any, Any, Result]) -> Result:
-    """Run a command's coroutine on the event loop that the engine is made for; of log lines only warnings are shown."""
-    configure_logging(level="warning")
+def run_on_loop(main: Coroutine[Any, Any, Result], *, log_format: str = "text", log_level: str = "warning") -> Result:
+    """Run a command's coroutine on the event loop that the engine is made for, with log lines on standard error."""
+    configure_logging(log_format, log_level, cast("TextIO", _CurrentStandardError()))
     return uvloop.run(main)
 
 
@@ -54,3 +55,13 @@ async def loaded_engine(args: EngineArgs) -> AsyncIterator[AsyncEngine]:
         with loading_bar() as report:
             engine = await stack.enter_async_context(AsyncEngine(args, progress=report))
         yield engine
+
+
+class _CurrentStandardError(io.TextIOBase):
+    """Writes to what ``sys.stderr`` is at the moment: a bar puts a stream there that keeps lines clear of it."""
+
+    def write(self, text: str) -> int:
+        return sys.stderr.write(text)
+
+    def flush(self) -> None:
+        sys.stderr.flush()
