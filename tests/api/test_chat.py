@@ -56,6 +56,7 @@ async def test_usage_comes_last_and_only_when_asked_for():
                 messages=MESSAGES,
                 max_tokens=5,
                 n=2,
+                extra_body={"ignore_eos": True},
                 stream=True,
                 stream_options={"include_usage": True},
             )
