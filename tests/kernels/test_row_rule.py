@@ -1,4 +1,4 @@
-"""A row's result depends neither on its neighbours, its place, the number of rows or threads, nor on a prompt's cuts."""
+"""A row's result depends neither on its neighbours, its place, the number of rows or threads, nor on how it is cut."""
 
 from __future__ import annotations
 
