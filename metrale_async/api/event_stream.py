@@ -28,9 +28,8 @@ class ClientLeftError(ConnectionError):
 class EventStream:
     """Sends the response's head with the first event, so that whatever fails before that is a plain error response."""
 
-    def __init__(self, request: web.Request, send_timeout_s: float = SEND_TIMEOUT_S) -> None:
+    def __init__(self, request: web.Request) -> None:
         self._request = request
-        self._send_timeout_s = send_timeout_s
         self._response = web.StreamResponse(
             headers={
                 "Content-Type": "text/event-stream; charset=utf-8",
@@ -64,13 +63,13 @@ class EventStream:
 
     async def _send_in_time(self, sending: Awaitable[None]) -> None:
         try:
-            async with asyncio.timeout(self._send_timeout_s):
+            async with asyncio.timeout(SEND_TIMEOUT_S):
                 await self._send(sending)
         except TimeoutError as error:
             transport = self._request.transport
             if transport is not None:
                 transport.abort()
-            raise ClientLeftError(f"the client took nothing for {self._send_timeout_s:g} seconds") from error
+            raise ClientLeftError(f"the client took nothing for {SEND_TIMEOUT_S:g} seconds") from error
 
     async def _send(self, sending: Awaitable[None]) -> None:
         try:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +16,12 @@ from metrale_async.api import Metrics, ServerArgs, build_app
 from metrale_async.api.server import _runner
 from metrale_async.engine import AsyncEngine, EngineArgs
 from tests.support.scripted_engine import scripted_engine
+
+
+async def until(condition: Callable[[], object]) -> None:
+    """Let the loop run until something holds; the test's own time limit ends it."""
+    while not condition():  # noqa: ASYNC110 (what is waited for sets no event)
+        await asyncio.sleep(0)
 
 
 @dataclass
