@@ -205,13 +205,14 @@ async def test_the_ladder_writes_table_json_and_chart(tmp_path: Path) -> None:
     server = FakeServer(template_tokens=3)
     console = Console(record=True, width=140, quiet=True)
     async with running(server) as url:
-        args = LadderArgs(url=url, concurrency="1,2,4", output_tokens=6, output_dir=str(tmp_path), label="fake & co")
+        args = LadderArgs(url=url, concurrency="1,4,9", output_tokens=6, output_dir=str(tmp_path), label="fake & co")
         assert await run_ladder(args, console) == 0
     content, picture = written(tmp_path, "ladder-fake-co-*")
-    assert [row["concurrency"] for row in content["levels"]] == [1, 2, 4]
-    assert [row["requests"] for row in content["levels"]] == [2, 4, 8]
+    assert [row["concurrency"] for row in content["levels"]] == [1, 4, 9]
+    assert [row["requests"] for row in content["levels"]] == [8, 8, 18]
     assert all(row["prompt_tokens_mean"] == 128 for row in content["levels"])
     assert all(row["completion_tokens"] == 6 * row["requests"] for row in content["levels"])
+    assert [len(content["requests"][level]) for level in ("1", "4", "9")] == [8, 8, 18]
     assert content["machine"]["usable_cores"] >= 1
     assert content["target"] == {"url": f"{url}/completions", "ignore_eos": True, "reports_usage": True}
     assert len(picture.findall("{http://www.w3.org/2000/svg}polyline")) == 5

@@ -35,6 +35,8 @@ from metrale_async.cli.parsing import CommandLine, Positional
 from metrale_async.errors import ConfigurationError
 
 CONCURRENCY_MAX: Final = 1024
+REQUESTS_MIN: Final = 8
+"""At each level, so that the percentiles of the first ones say something."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,7 +63,13 @@ class LadderArgs:
     )
     prompt_tokens: int = argument(128, group="Load", help="tokens in a prompt", minimum=1, maximum=1_000_000)
     output_tokens: int = argument(128, group="Load", help="tokens in an answer", minimum=2, maximum=1_000_000)
-    rounds: int = argument(2, group="Load", help="requests of each stream at each level", minimum=1, maximum=1000)
+    rounds: int = argument(
+        2,
+        group="Load",
+        help=f"requests of each stream at each level, and at least {REQUESTS_MIN} at each level",
+        minimum=1,
+        maximum=1000,
+    )
     seed: int = argument(0, group="Load", help="chooses the words of the prompts", minimum=0, maximum=2**31)
     request_timeout: float = argument(
         600.0, group="Load", help="seconds after which a request has failed", minimum=1, maximum=86400
@@ -122,15 +130,17 @@ async def run_ladder(args: LadderArgs, console: Console) -> int:
             if not present:
                 console.print(f"[yellow]the server knows no {missing}: answers may differ in length[/yellow]")
         rows: list[LevelSummary] = []
+        requests: dict[int, list[dict[str, float]]] = {}
         failures: list[str] = []
         seed = args.seed + 1
         for concurrency in args.levels:
-            count = concurrency * args.rounds
+            count = max(REQUESTS_MIN, concurrency * args.rounds)
             prompts = [word_prompt(words, seed + index) for index in range(count)]
             seed += count
             level = await run_level(session, target, prompts, args.output_tokens, concurrency)
             rows.append(summarize(level))
             failures += level.failures
+            requests[concurrency] = [one.as_milliseconds() for one in level.timings]
             console.print(
                 f"  {concurrency:>4} streams: {rows[-1].output_tokens_per_s:,.1f} tok/s in {level.duration_s:.1f} s"
             )
@@ -144,6 +154,7 @@ async def run_ladder(args: LadderArgs, console: Console) -> int:
         "arguments": args,
         "target": {"url": target.url, "ignore_eos": target.ignore_eos, "reports_usage": target.reports_usage},
         "levels": rows,
+        "requests": {str(concurrency): of_level for concurrency, of_level in requests.items()},
         "failures": failures[:20],
     }
     written = write_json(path, "ladder", machine_facts(), content)

@@ -85,6 +85,16 @@ class RequestTiming:
     prompt_tokens: int = 0
     completion_tokens: int = 0
 
+    def as_milliseconds(self) -> dict[str, float]:
+        """What a result file keeps of it: the gaps by their largest alone, since all of them are many."""
+        return {
+            "first_token_ms": round(1000 * (self.first_token_s - self.started_s), 2),
+            "duration_ms": round(1000 * (self.finished_s - self.started_s), 2),
+            "largest_gap_ms": round(1000 * max(self.gaps_s, default=0.0), 2),
+            "prompt_tokens": self.prompt_tokens,
+            "completion_tokens": self.completion_tokens,
+        }
+
 
 @dataclass(frozen=True, slots=True)
 class Level:

@@ -37,17 +37,8 @@ def write_json(path: Path, benchmark: str, machine: MachineFacts, content: Mappi
 
 
 def ladder_table(title: str, rows: Sequence[LevelSummary]) -> Table:
-    table = Table(title=title, title_justify="left")
-    for heading in (
-        "streams",
-        "requests",
-        "output tok/s",
-        "TTFT p50",
-        "TTFT p99",
-        "inter-token p50",
-        "inter-token p99",
-        "per token",
-    ):
+    table = Table(title=f"{title}; times in ms", title_justify="left")
+    for heading in ("streams", "requests", "tok/s", "TTFT p50", "p99", "between tokens p50", "p99", "per token"):
         table.add_column(heading, justify="right")
     for row in rows:
         table.add_row(
@@ -55,7 +46,7 @@ def ladder_table(title: str, rows: Sequence[LevelSummary]) -> Table:
             f"{row.requests}" + (f" ({row.failed} failed)" if row.failed else ""),
             f"{row.output_tokens_per_s:,.1f}",
             *(
-                "-" if value is None else f"{value:,.1f} ms"
+                "-" if value is None else f"{value:,.1f}"
                 for value in (
                     row.ttft_p50_ms,
                     row.ttft_p99_ms,
