@@ -10,23 +10,19 @@ import pytest
 
 from metrale_async.api import completions
 from metrale_async.engine import EngineArgs
-from tests.api.server import Server, served
+from tests.api.server import served, until
 from tests.api.test_completions import events
-
-
-async def running(server: Server, sequences: int) -> None:
-    while server.engine.statistics().sequences_running < sequences:
-        await asyncio.sleep(0)
 
 
 @pytest.mark.parametrize("stream", [False, True])
 async def test_a_full_queue_is_a_429_with_retry_after(stream):
     async with served(EngineArgs(max_num_seqs=3), num_blocks=1024, max_seq_len=8192, verify=False) as server:
         long = asyncio.create_task(server.post("/v1/completions", {"prompt": "a", "n": 2, "max_tokens": 5000}))
-        await running(server, 2)
+        await until(lambda: server.engine.statistics().sequences_running == 2)
         for body, status in [({"prompt": "a"}, 200), ({"prompt": "a", "n": 2}, 429), ({"prompt": ["a", "b"]}, 429)]:
             async with server.http.post("/v1/completions", json={**body, "stream": stream}) as response:
                 assert response.status == status
+                await response.read()
                 if status == 429:
                     assert int(response.headers["Retry-After"]) >= 1
                     assert (await response.json())["error"]["type"] == "rate_limit_error"
