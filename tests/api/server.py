@@ -13,14 +13,14 @@ from aiohttp import web
 from openai import AsyncOpenAI
 
 from metrale_async.api import Metrics, ServerArgs, build_app
-from metrale_async.api.server import _runner
+from metrale_async.api.server import start_site
 from metrale_async.engine import AsyncEngine, EngineArgs
 from tests.support.scripted_engine import scripted_engine
 
 
 async def until(condition: Callable[[], object]) -> None:
     """Let the loop run until something holds; the test's own time limit ends it."""
-    while not condition():  # noqa: ASYNC110 (what is waited for sets no event)
+    while not condition():
         await asyncio.sleep(0)
 
 
@@ -64,10 +64,8 @@ async def served(
     metrics = Metrics()
     engine = scripted_engine(args=engine_args, observer=metrics, **parts)
     app = build_app(engine, server_args, metrics)
-    runner = _runner(app)
-    await runner.setup()
+    runner, _ = await start_site(app, "127.0.0.1", 0)
     try:
-        await web.TCPSite(runner, "127.0.0.1", 0).start()
         host, port = runner.addresses[0][:2]
         if start:
             await engine.start()
