@@ -44,10 +44,14 @@ async def run_server(
     """
     app = build_app(engine, args, metrics)
     with _signals() as signals:
-        runner = _runner(app)
-        await runner.setup()
+        if args.host not in _LOOPBACK and not args.require_auth:
+            logger.warning("--host %s is reachable from other machines, and --require-auth is not given", args.host)
         try:
-            url = await _listen(runner, args)
+            runner, url = await start_site(app, args.host, args.port)
+        except OSError as error:
+            where = f"--host {args.host} --port {args.port}"
+            raise ConfigurationError(f"{where} cannot be used: {error.strerror}") from error
+        try:
             on_listening(url)
             try:
                 if await _start(engine, signals):
@@ -63,16 +67,31 @@ async def run_server(
     logger.info("stopped")
 
 
-async def _listen(runner: web.AppRunner, args: ServerArgs) -> str:
-    if args.host not in _LOOPBACK and not args.require_auth:
-        logger.warning("--host %s is reachable from other machines, and --require-auth is not given", args.host)
+async def start_site(app: web.Application, host: str, port: int) -> tuple[web.AppRunner, str]:
+    """Listen, as :func:`run_server` does, and return the runner (to be cleaned up) and the URL. Raises OSError."""
+    runner = web.AppRunner(
+        app,
+        # A client that leaves cancels its request at once.
+        handler_cancellation=True,
+        # Compressed bodies are refused, not unpacked: a few bytes must not become gigabytes.
+        auto_decompress=False,
+        access_log=None,
+        logger=_http_logger(),
+        keepalive_timeout=KEEP_ALIVE_S,
+        lingering_time=LINGER_S,
+        max_line_size=MAX_HEADER_BYTES,
+        max_field_size=MAX_HEADER_BYTES,
+        shutdown_timeout=GOODBYE_S,
+    )
+    await runner.setup()
     try:
-        await web.TCPSite(runner, args.host, args.port, backlog=LISTEN_BACKLOG).start()
-    except OSError as error:
-        raise ConfigurationError(f"--host {args.host} --port {args.port} cannot be used: {error.strerror}") from error
-    # With --port 0 the system chose one.
-    port = runner.addresses[0][1]
-    return f"http://{f'[{args.host}]' if ':' in args.host else args.host}:{port}"
+        await web.TCPSite(runner, host, port, backlog=LISTEN_BACKLOG).start()
+    except BaseException:
+        await runner.cleanup()
+        raise
+    # With port 0 the system chose one.
+    chosen = runner.addresses[0][1]
+    return runner, f"http://{f'[{host}]' if ':' in host else host}:{chosen}"
 
 
 async def _start(engine: AsyncEngine, signals: _Signals) -> bool:
@@ -137,23 +156,6 @@ def _signals() -> Iterator[_Signals]:
     finally:
         for number in caught:
             loop.remove_signal_handler(number)
-
-
-def _runner(app: web.Application) -> web.AppRunner:
-    return web.AppRunner(
-        app,
-        # A client that leaves cancels its request at once.
-        handler_cancellation=True,
-        # Compressed bodies are refused, not unpacked: a few bytes must not become gigabytes.
-        auto_decompress=False,
-        access_log=None,
-        logger=_http_logger(),
-        keepalive_timeout=KEEP_ALIVE_S,
-        lingering_time=LINGER_S,
-        max_line_size=MAX_HEADER_BYTES,
-        max_field_size=MAX_HEADER_BYTES,
-        shutdown_timeout=GOODBYE_S,
-    )
 
 
 def _http_logger() -> logging.Logger:
