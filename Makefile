@@ -32,19 +32,21 @@ help:
 
 # Stamps hold the set-up: a step runs again only if a file it depends on is newer.
 $(VENV)/.created:
-	$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 11) else "Python 3.11 or newer is needed: make PYTHON=python3.11")'
+	@$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 11) else "Python 3.11 or newer is needed: make PYTHON=python3.11")'
 	$(PYTHON) -m venv $(VENV)
-	touch $@
+	@touch $@
 
 $(VENV)/.runtime: $(VENV)/.created requirements.txt pyproject.toml
 	$(pip) install $(TORCH_ARGS) "$$(grep '^torch==' requirements.txt)"
-	$(pip) install -r requirements.txt
-	$(pip) install --no-deps --no-build-isolation --quiet --editable .
-	touch $@
+	@echo "installing the packages of requirements.txt"
+	@$(pip) install --quiet -r requirements.txt
+	@$(pip) install --quiet --no-deps --no-build-isolation --editable .
+	@touch $@
 
 $(VENV)/.dev: $(VENV)/.runtime requirements-dev.txt
-	$(pip) install -r requirements-dev.txt
-	touch $@
+	@echo "installing the packages of requirements-dev.txt"
+	@$(pip) install --quiet -r requirements-dev.txt
+	@touch $@
 
 install: $(VENV)/.runtime
 
