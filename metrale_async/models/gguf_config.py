@@ -71,7 +71,8 @@ def config_from_gguf(file: GgufFile) -> ModelConfig:
             )
     heads = positive_int(values, "attention.head_count")
     hidden_size = positive_int(values, "embedding_length")
-    head_dim = positive_int(values, "attention.key_length", hidden_size // heads)
+    # More heads than features leave no size to assume, so it must be given.
+    head_dim = positive_int(values, "attention.key_length", hidden_size // heads or None)
     if positive_int(values, "attention.value_length", head_dim) != head_dim:
         raise UnsupportedModelError(
             f"{file.path.name}: keys of {head_dim} and values of {values['attention.value_length']} are not supported"
