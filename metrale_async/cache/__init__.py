@@ -1,5 +1,19 @@
-"""Memory that outlives a step: KV blocks and who refers to them. Pure bookkeeping; imports nothing of the package."""
+"""Memory that outlives a step: KV blocks, who refers to them, and the prefix cache. Pure bookkeeping; imports nothing
+else of the package."""
 
+from metrale_async.cache.block_hash import block_hashes, root_hash
 from metrale_async.cache.block_pool import BlockPool, BlockPoolStatistics
+from metrale_async.cache.prefix_cache import NoPrefixCaching, PrefixCache, PrefixCacheStatistics, PrefixMatch
+from metrale_async.cache.radix_cache import RadixPrefixCache
 
-__all__ = ["BlockPool", "BlockPoolStatistics"]
+__all__ = [
+    "BlockPool",
+    "BlockPoolStatistics",
+    "NoPrefixCaching",
+    "PrefixCache",
+    "PrefixCacheStatistics",
+    "PrefixMatch",
+    "RadixPrefixCache",
+    "block_hashes",
+    "root_hash",
+]

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Final, Self
 
-from metrale_async.cache import BlockPool
+from metrale_async.cache import BlockPool, NoPrefixCaching, PrefixCache, root_hash
 from metrale_async.engine.channel import DeltaChannel
 from metrale_async.engine.engine_args import EngineArgs
 from metrale_async.engine.observer import EngineObserver
@@ -61,6 +61,10 @@ class EngineParts:
     block_size: int
     max_batch_size: int
     end_token_ids: frozenset[int]
+    model_digest: str
+    """Fingerprint of everything KV rows depend on beside tokens."""
+    make_prefix_cache: Callable[[BlockPool, int], PrefixCache] = lambda pool, block_size: NoPrefixCaching(pool)
+    """From the pool and the block size; what ``--enable-prefix-caching`` and the model allow."""
     sampling_defaults: Mapping[str, Any]
     """Sampling parameters the checkpoint's generation_config sets."""
 
@@ -111,8 +115,10 @@ class AsyncEngine:
             self._parts = await load_engine_parts(self.args, self._progress)
         parts = self._parts
         await parts.executor.start()
+        pool = BlockPool(parts.num_blocks)
         scheduler = Scheduler(
-            BlockPool(parts.num_blocks),
+            pool,
+            parts.make_prefix_cache(pool, parts.block_size),
             SchedulerLimits(block_size=parts.block_size, max_batch_size=parts.max_batch_size),
         )
         budget = PrefillBudget(self.args.max_prefill_tokens)
@@ -209,10 +215,16 @@ class AsyncEngine:
     # Requests
 
     def submit(
-        self, prompt_token_ids: Sequence[int], params: SamplingParams, *, request_id: str | None = None
+        self,
+        prompt_token_ids: Sequence[int],
+        params: SamplingParams,
+        *,
+        request_id: str | None = None,
+        cache_salt: str = "",
     ) -> GenerationStream:
         """Accept a request of token ids, or refuse it before anything happens.
 
+        Cached prefixes are shared only among requests of the same ``cache_salt``.
         Raises InvalidRequestError (RequestTooLongError if it can never fit), QueueFullError or EngineUnavailableError.
         """
         if not self._accepts_requests:
@@ -234,6 +246,7 @@ class AsyncEngine:
             )
         seed = params.seed if params.seed is not None else self._draw_seed()
         end_token_ids = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else parts.end_token_ids)
+        hash_root = root_hash(parts.model_digest, salt=cache_salt)
         choices: list[Choice] = []
         for index in range(params.n):
             sequence = EngineSequence(
@@ -244,6 +257,9 @@ class AsyncEngine:
                 end_token_ids=end_token_ids,
                 min_tokens=params.min_tokens,
                 leader=choices[0].sequence if choices else None,
+                hash_root=hash_root,
+                # Rows that are not computed give no log-probabilities.
+                reads_prefix_cache=params.prompt_logprobs is None,
             )
             self._next_sequence_id += 1
             choices.append(Choice(index, sequence, parts.tokenizer, params))

@@ -68,6 +68,9 @@ class EngineArgs:
         maximum=86400,
     )
 
+    enable_prefix_caching: bool = argument(
+        False, group="Memory", help="keep the KV blocks of finished sequences and reuse them for equal prefixes"
+    )
     block_size: int = argument(16, group="Memory", help="tokens in a KV block", minimum=1, maximum=256)
     kv_cache_gb: float | None = argument(
         None,

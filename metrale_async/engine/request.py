@@ -88,7 +88,7 @@ class Request:
     @property
     def usage(self) -> Usage:
         completion = sum(len(choice.sequence.output_token_ids) for choice in self.choices)
-        return Usage(len(self.prompt_token_ids), completion)
+        return Usage(len(self.prompt_token_ids), completion, self.choices[0].sequence.cached_tokens)
 
     def take_prompt_logprobs(self, chunk: Chunk, result: ChunkResult) -> None:
         """Keep a chunk's prompt log-probabilities by position, so that a chunk computed twice counts once."""

@@ -18,7 +18,7 @@ from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from metrale_async.cache import BlockPool
+from metrale_async.cache import BlockPool, PrefixCache, PrefixMatch, block_hashes
 from metrale_async.engine.sequence import Sequence, SequenceStatus
 from metrale_async.execution.plan import Chunk, ChunkResult, SequenceStart, StepPlan, StepResult
 
@@ -48,15 +48,17 @@ class Emission:
 class Scheduler:
     """Owns every sequence between :meth:`add` and its end, the block pool, and the slots."""
 
-    def __init__(self, pool: BlockPool, limits: SchedulerLimits) -> None:
+    def __init__(self, pool: BlockPool, cache: PrefixCache, limits: SchedulerLimits) -> None:
         self._pool = pool
+        self._cache = cache
         self._limits = limits
         self._free_slots = list(range(limits.max_batch_size - 1, -1, -1))
         self._waiting: deque[Sequence] = deque()
         """By arrival."""
         self._running: list[Sequence] = []
         """By arrival: the last one is preempted first."""
-        self._in_flight: deque[tuple[StepPlan, list[Sequence]]] = deque()
+        self._in_flight: deque[tuple[StepPlan, list[tuple[Sequence, int]]]] = deque()
+        """Plans not committed yet, and for each chunk its sequence and how often that had been preempted."""
         self._next_step = 0
         self.preemptions_total = 0
 
@@ -65,6 +67,10 @@ class Scheduler:
     @property
     def pool(self) -> BlockPool:
         return self._pool
+
+    @property
+    def cache(self) -> PrefixCache:
+        return self._cache
 
     @property
     def num_waiting(self) -> int:
@@ -111,7 +117,7 @@ class Scheduler:
         """The next step, or None if there is nothing to compute. ``max_prefill_tokens`` bounds its prompt rows."""
         starts: list[SequenceStart] = []
         chunks: list[Chunk] = []
-        planned: list[Sequence] = []
+        planned: list[tuple[Sequence, int]] = []
         budget = max_prefill_tokens
         decode_tokens = 0
 
@@ -133,25 +139,33 @@ class Scheduler:
             if not self._make_room(sequence, rows):
                 break
             chunks.append(self._take_rows(sequence, rows))
-            planned.append(sequence)
+            planned.append((sequence, sequence.preemptions))
             if is_decode:
                 decode_tokens += 1
             else:
                 budget -= rows
 
-        spare = self._spare_blocks() if self._waiting else 0
+        promised = self._promised_blocks() if self._waiting else 0
         while self._waiting and self._free_slots and budget > 0:
             sequence = self._waiting[0]
-            shared = self._shared_prompt_blocks(sequence)
-            needed = self._blocks_for(sequence.planned_tokens + 1) - len(shared)
             # A preempted sequence whose last token is still being computed cannot start over yet.
-            if sequence.samples_in_flight or (self._running and needed + 1 > spare) or needed > self._pool.num_free:
+            if sequence.samples_in_flight:
                 break
-            starts.append(self._start(self._waiting.popleft(), shared, now_s))
-            spare -= needed + 1
+            match = self._match_prefix(sequence)
+            # What was found is held from here on, so that making room for the rest cannot take it away.
+            self._cache.share(match.blocks)
+            needed = self._blocks_for(sequence.planned_tokens + 1) - len(match.blocks)
+            free = self._pool.num_free + self._cache.num_evictable
+            if needed > free or (self._running and promised + needed + 1 > free):
+                self._cache.release(match.blocks)
+                break
+            promised += needed + 1
+            starts.append(self._start(self._waiting.popleft(), match, now_s))
             rows = min(sequence.uncomputed_tokens, budget)
+            has_room = self._make_room(sequence, rows)
+            assert has_room, "an admitted sequence fits"
             chunks.append(self._take_rows(sequence, rows))
-            planned.append(sequence)
+            planned.append((sequence, sequence.preemptions))
             budget -= rows
 
         if not chunks:
@@ -172,11 +186,18 @@ class Scheduler:
         expected, sequences = self._in_flight.popleft()
         assert plan is expected and len(result.chunks) == len(plan.chunks), "results must come back in step order"
         emissions: list[Emission] = []
-        for chunk, sequence, chunk_result in zip(plan.chunks, sequences, result.chunks, strict=True):
+        for chunk, (sequence, preemptions), chunk_result in zip(plan.chunks, sequences, result.chunks, strict=True):
             if chunk.samples:
                 sequence.samples_in_flight -= 1
             if sequence.status is SequenceStatus.FINISHED:
                 continue
+            # Rows of a run that was preempted since are gone, though the token they gave is good.
+            if (
+                chunk_result.error is None
+                and sequence.status is SequenceStatus.RUNNING
+                and preemptions == sequence.preemptions
+            ):
+                self._publish(sequence, min(chunk.start + chunk.count, sequence.num_tokens))
             if chunk_result.error is not None:
                 self.finish(sequence)
                 emissions.append(Emission(sequence, chunk, chunk_result, ended=True))
@@ -188,7 +209,9 @@ class Scheduler:
 
     def check(self) -> None:
         """Integrity of all that the scheduler owns. Raises AssertionError when wrong."""
-        self._pool.check(block for sequence in self._sequences() for block in sequence.blocks)
+        self._cache.check()
+        held = [block for sequence in self._sequences() for block in (*sequence.blocks, *sequence.pinned_blocks)]
+        self._pool.check([*held, *self._cache.held_blocks()])
         slots = [sequence.slot for sequence in self._running]
         assert sorted(slots + self._free_slots) == list(range(self._limits.max_batch_size)), "slots leaked"
         ids = [sequence.sequence_id for sequence in (*self._running, *self._waiting)]
@@ -203,10 +226,12 @@ class Scheduler:
     # Helpers, in the order of use
 
     def _make_room(self, sequence: Sequence, rows: int) -> bool:
-        """Free blocks for ``rows`` more tokens of a running sequence, if need be by preempting younger ones or
-        itself."""
+        """Free blocks for ``rows`` more tokens of a running sequence: first cached ones that nobody uses, then those of
+        younger sequences or its own, by preemption."""
         needed = self._blocks_for(sequence.computed_tokens + rows) - len(sequence.blocks)
         while needed > self._pool.num_free:
+            if self._cache.evict(needed - self._pool.num_free):
+                continue
             victim = self._running[-1]
             self._preempt(victim)
             if victim is sequence:
@@ -227,8 +252,11 @@ class Scheduler:
         self._waiting.appendleft(sequence)
 
     def _free(self, sequence: Sequence) -> None:
-        self._pool.release(sequence.blocks)
+        self._cache.release(sequence.blocks)
+        self._cache.release(sequence.pinned_blocks)
         sequence.blocks.clear()
+        sequence.pinned_blocks.clear()
+        sequence.published_blocks = 0
         self._free_slots.append(sequence.slot)
         sequence.slot = -1
 
@@ -243,44 +271,88 @@ class Scheduler:
             sequence.samples_in_flight += 1
         return Chunk(sequence.slot, sequence.sequence_id, start, rows, tuple(new_blocks), samples)
 
-    def _spare_blocks(self) -> int:
-        """Free blocks left once every running sequence has what its known tokens need, and one block to grow into.
+    def _promised_blocks(self) -> int:
+        """What running sequences will still take: blocks for their known tokens, and one each to grow into.
 
-        Admission goes by this number: a sequence admitted into less would be preempted when the others' next block is
-        due.
+        Admission leaves that much free: a sequence admitted into less would be preempted when the others' next block
+        is due.
         """
-        promised = sum(
+        return sum(
             max(0, self._blocks_for(sequence.planned_tokens + 1) - len(sequence.blocks)) + 1
             for sequence in self._running
         )
-        return self._pool.num_free - promised
 
-    def _shared_prompt_blocks(self, sequence: Sequence) -> list[int]:
-        """Full blocks of the prompt that the request's first choice has computed (or will have, in this step's layers,
-        before its other choices read them). The prompt's last token is left to compute: its logits are needed."""
+    def _match_prefix(self, sequence: Sequence) -> PrefixMatch:
+        """Rows of a waiting sequence that exist already. Its last token is left to compute: its logits are needed."""
+        wanted = (sequence.num_tokens - 1) // self._limits.block_size
         leader = sequence.leader
-        if leader is None or leader.status is not SequenceStatus.RUNNING:
-            return []
-        computed_blocks = leader.computed_tokens // self._limits.block_size
-        return leader.blocks[: min(computed_blocks, (len(sequence.prompt_token_ids) - 1) // self._limits.block_size)]
+        if leader is not None and leader.status is SequenceStatus.RUNNING:
+            # The request's first choice has computed them, or will have in this step's layers before others read them.
+            computed = leader.computed_tokens // self._limits.block_size
+            prompt_blocks = (len(sequence.prompt_token_ids) - 1) // self._limits.block_size
+            return PrefixMatch(tuple(leader.blocks[: min(computed, prompt_blocks)]))
+        if not (self._cache.is_enabled and sequence.reads_prefix_cache):
+            return PrefixMatch()
+        token_ids = self._token_ids(sequence)
+        self._extend_hashes(sequence, token_ids)
+        return self._cache.match(sequence.hashes[:wanted], token_ids[:-1])
 
-    def _start(self, sequence: Sequence, shared: list[int], now_s: float) -> SequenceStart:
+    def _start(self, sequence: Sequence, match: PrefixMatch, now_s: float) -> SequenceStart:
+        """Give a slot to a sequence that holds a reference to each of ``match.blocks``."""
         sequence.status = SequenceStatus.RUNNING
         sequence.slot = self._free_slots.pop()
-        self._pool.share(shared)
-        sequence.blocks.extend(shared)
-        sequence.computed_tokens = len(shared) * self._limits.block_size
+        self._running.append(sequence)
+        sequence.blocks.extend(match.blocks)
+        sequence.computed_tokens = len(match.blocks) * self._limits.block_size
+        copies: tuple[tuple[int, int], ...] = ()
+        if match.partial_block is not None and self._make_room(sequence, 1):
+            # The source may just have been evicted to make room. Its rows are there until something is computed, and
+            # copies come first in a step.
+            [target] = self._pool.allocate(1)
+            copies = ((match.partial_block, target),)
+            sequence.blocks.append(target)
+            sequence.computed_tokens += match.partial_tokens
+        self._count_hit(sequence)
         if sequence.first_planned_at_s is None:
             sequence.first_planned_at_s = now_s
-        self._running.append(sequence)
         return SequenceStart(
             slot=sequence.slot,
             sequence_id=sequence.sequence_id,
-            token_ids=(*sequence.prompt_token_ids, *sequence.output_token_ids),
+            token_ids=tuple(self._token_ids(sequence)),
             prompt_length=len(sequence.prompt_token_ids),
-            blocks=tuple(shared),
+            blocks=tuple(sequence.blocks),
+            copies=copies,
             sampler=sequence.sampler,
         )
+
+    def _count_hit(self, sequence: Sequence) -> None:
+        found = sequence.computed_tokens
+        if sequence.preemptions:
+            self._cache.count(hit_tokens=0, missed_tokens=0, recomputed_tokens=sequence.num_tokens - found)
+            return
+        sequence.cached_tokens = found
+        self._cache.count(hit_tokens=found, missed_tokens=sequence.num_tokens - found, recomputed_tokens=0)
+
+    def _publish(self, sequence: Sequence, computed_tokens: int) -> None:
+        """Tell the cache of full blocks whose rows a committed step has completed."""
+        full = computed_tokens // self._limits.block_size
+        if not self._cache.is_enabled or full <= sequence.published_blocks:
+            return
+        token_ids = self._token_ids(sequence)
+        self._extend_hashes(sequence, token_ids)
+        sequence.pinned_blocks += self._cache.insert(
+            sequence.hashes[:full], token_ids, sequence.blocks, sequence.published_blocks
+        )
+        sequence.published_blocks = full
+
+    def _token_ids(self, sequence: Sequence) -> list[int]:
+        return [*sequence.prompt_token_ids, *sequence.output_token_ids]
+
+    def _extend_hashes(self, sequence: Sequence, token_ids: list[int]) -> None:
+        if len(sequence.hashes) < len(token_ids) // self._limits.block_size:
+            sequence.hashes = block_hashes(
+                sequence.hash_root, token_ids, self._limits.block_size, known=sequence.hashes
+            )
 
     def _append_token(self, sequence: Sequence, chunk: Chunk, result: ChunkResult) -> Emission:
         assert result.token_id is not None

@@ -34,6 +34,11 @@ class Sequence:
     leader: Sequence | None = None
     """The request's first choice, for its other choices: they share the blocks of the prompt it computed."""
 
+    hash_root: bytes = b""
+    """Where the names of its blocks start (cache/block_hash.py)."""
+    reads_prefix_cache: bool = True
+    """Whether cached rows may stand in for computing them; not for a prompt whose log-probabilities are asked for."""
+
     status: SequenceStatus = SequenceStatus.WAITING
     output_token_ids: list[int] = field(default_factory=list)
     slot: int = -1
@@ -42,6 +47,14 @@ class Sequence:
     """Tokens whose keys and values exist once every planned step has run."""
     samples_in_flight: int = 0
     """Planned steps that will give this sequence a token which is not known yet."""
+    hashes: list[bytes] = field(default_factory=list)
+    """Names of its full blocks, as far as they were needed."""
+    pinned_blocks: list[int] = field(default_factory=list)
+    """References to cached blocks that hold the same rows as blocks of its own."""
+    published_blocks: int = 0
+    """Blocks of the current run that the prefix cache was told of."""
+    cached_tokens: int = 0
+    """Prompt tokens that were not computed when it was first admitted."""
     preemptions: int = 0
     first_planned_at_s: float | None = None
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from metrale_async.cache import BlockPoolStatistics
+from metrale_async.cache import BlockPoolStatistics, PrefixCacheStatistics
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,6 +16,8 @@ class EngineStatistics:
     sequences_running: int
     steps_in_flight: int
     kv_blocks: BlockPoolStatistics
+    """``used`` includes blocks that only the prefix cache holds, which are free to take when they are needed."""
+    prefix_cache: PrefixCacheStatistics
     steps_total: int
     step_failures_total: int
     prompt_tokens_total: int

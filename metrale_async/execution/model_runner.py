@@ -85,6 +85,10 @@ class ModelRunner:
             if start.sampler.has_penalties:
                 history = TokenHistory(token_ids, start.prompt_length, self._model.vocab_size)
             self._block_tables[start.slot, : len(start.blocks)] = start.blocks
+            for source, target in start.copies:
+                for cache in self._caches:
+                    cache.keys[target] = cache.keys[source]
+                    cache.values[target] = cache.values[source]
             self._slots[start.slot] = _Slot(
                 start.sequence_id, start.sampler, start.prompt_length, len(start.blocks), history
             )

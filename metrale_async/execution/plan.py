@@ -56,7 +56,9 @@ class SequenceStart:
     """Prompt, then the tokens generated before a preemption."""
     prompt_length: int
     blocks: tuple[int, ...]
-    """Blocks whose rows are computed already, by another sequence; the block table begins with them."""
+    """Blocks whose rows are computed already (or copied now); the block table begins with them."""
+    copies: tuple[tuple[int, int], ...]
+    """(source, target) blocks to copy whole before anything of this step is computed: a prefix that ends inside a block."""
     sampler: SamplerSpec
 
 

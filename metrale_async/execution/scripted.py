@@ -108,6 +108,9 @@ class ScriptedExecutor:
             self._slots[start.slot] = _Slot(
                 start.sequence_id, start.sampler, list(start.token_ids), start.prompt_length, list(start.blocks)
             )
+            for source, target in start.copies:
+                size = self._block_size
+                self._kv[target * size : (target + 1) * size] = self._kv[source * size : (source + 1) * size]
         # All writes of a step come before its reads, as in a batched attention kernel.
         for chunk in plan.chunks:
             slot = self._slots[chunk.slot]

@@ -27,6 +27,7 @@ from metrale_async.startup.memory import (
     cpu_kv_bytes,
     kv_cache_size,
 )
+from metrale_async.startup.prefix_cache import build_prefix_cache
 from metrale_async.text import Tokenizer
 
 KERNELS_VARIABLE: Final = "METRALE_KERNELS"
@@ -125,6 +126,8 @@ def _load(args: EngineArgs, progress: Progress | None) -> EngineParts:
         num_blocks=size.num_blocks,
         block_size=args.block_size,
         max_batch_size=max_batch_size,
+        model_digest=f"{loaded.digest} {selection.name}",
+        make_prefix_cache=build_prefix_cache(args, loaded.config.model_type, model.states),
         end_token_ids=_end_token_ids(loaded.generation_defaults, tokenizer),
         sampling_defaults=_sampling_defaults(loaded.generation_defaults),
     )

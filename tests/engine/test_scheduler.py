@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from hypothesis import given
 from hypothesis import strategies as st
 
-from metrale_async.cache import BlockPool
+from metrale_async.cache import BlockPool, NoPrefixCaching
 from metrale_async.engine.scheduler import Emission, Scheduler, SchedulerLimits
 from metrale_async.engine.sequence import Sequence, SequenceStatus
 from metrale_async.execution import ChunkResult, SamplerSpec, StepPlan, StepResult
@@ -45,7 +45,9 @@ def make_sequence(sequence_id: int, prompt_tokens: int, max_new_tokens: int, min
 
 
 def make_scheduler(num_blocks: int, max_batch_size: int = 4) -> Scheduler:
-    return Scheduler(BlockPool(num_blocks), SchedulerLimits(block_size=BLOCK_SIZE, max_batch_size=max_batch_size))
+    pool = BlockPool(num_blocks)
+    limits = SchedulerLimits(block_size=BLOCK_SIZE, max_batch_size=max_batch_size)
+    return Scheduler(pool, NoPrefixCaching(pool), limits)
 
 
 def commit(scheduler: Scheduler, plan: StepPlan, token: int = 1) -> list[Emission]:

@@ -71,3 +71,33 @@ def test_it_finds_an_end_token_that_is_not_heeded(monkeypatch: pytest.MonkeyPatc
     original = Scheduler.add
     monkeypatch.setattr(Scheduler, "add", add)
     assert _finds()
+
+
+def test_it_finds_a_wrong_block_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A hash that forgets the tokens before a block, so that equal blocks of different prefixes pass for each other."""
+
+    def unchained(root: bytes, token_ids: list[int], block_size: int, known: list[bytes]) -> list[bytes]:
+        count = len(token_ids) // block_size
+        blocks = [tuple(token_ids[i * block_size : (i + 1) * block_size]) for i in range(count)]
+        return [repr((i, block)).encode() for i, block in enumerate(blocks)]
+
+    monkeypatch.setattr("metrale_async.engine.scheduler.block_hashes", unchained)
+    assert _finds()
+
+
+def test_it_finds_a_live_block_evicted(monkeypatch: pytest.MonkeyPatch) -> None:
+    def references(self: BlockPool, block: int) -> int:
+        return min(1, original(self, block))
+
+    original = BlockPool.references
+    monkeypatch.setattr(BlockPool, "references", references)
+    assert _finds()
+
+
+def test_it_finds_rows_published_before_they_are_computed(monkeypatch: pytest.MonkeyPatch) -> None:
+    def publish(self: Scheduler, sequence: Sequence, computed_tokens: int) -> None:
+        original(self, sequence, sequence.num_tokens)
+
+    original = Scheduler._publish
+    monkeypatch.setattr(Scheduler, "_publish", publish)
+    assert _finds()

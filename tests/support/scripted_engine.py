@@ -10,6 +10,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+from metrale_async.cache import NoPrefixCaching, RadixPrefixCache
 from metrale_async.engine import AsyncEngine, EngineArgs, EngineObserver, EngineParts
 from metrale_async.execution import Chunk, ScriptedExecutor, StepPlan
 from metrale_async.text import Tokenizer
@@ -53,6 +54,7 @@ def scripted_parts(
     fault: Callable[[StepPlan, Chunk], Exception | None] = lambda plan, chunk: None,
     verify: bool = True,
     vocab_size: int = VOCAB_SIZE,
+    prefix_caching: bool = False,
 ) -> EngineParts:
     executor = ScriptedExecutor(
         vocab_size=vocab_size,
@@ -74,6 +76,8 @@ def scripted_parts(
         max_batch_size=max_batch_size,
         end_token_ids=frozenset({END_TOKEN_ID}),
         sampling_defaults={},
+        model_digest="scripted",
+        make_prefix_cache=RadixPrefixCache if prefix_caching else (lambda pool, _: NoPrefixCaching(pool)),
     )
 
 
