@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import os
 from collections.abc import Callable, Mapping, Sequence
@@ -82,6 +83,7 @@ class Report:
     cuda: Sequence[Device]
     device: Choice | Problem
     kernels: Choice | Problem
+    disk_io: Choice | Problem
     memory: MemoryPlan | Problem
     models_folder: str
     models: Mapping[str, str | None]
@@ -97,7 +99,7 @@ def run(line: Sequence[str]) -> int:
         print(orjson.dumps(dataclasses.asdict(report), option=orjson.OPT_INDENT_2).decode())
     else:
         _print(report)
-    problems = (report.device, report.kernels, report.memory)
+    problems = (report.device, report.kernels, report.disk_io, report.memory)
     return 1 if any(isinstance(finding, Problem) for finding in problems) else 0
 
 
@@ -110,6 +112,7 @@ def examine(args: EngineArgs) -> Report:
         cuda=_cuda_devices(),
         device=_ask(lambda: _device(args)),
         kernels=_ask(lambda: _kernels(args)),
+        disk_io=_ask(lambda: asyncio.run(_disk_io())),
         memory=_ask(lambda: _memory(args)),
         models_folder=str(models_folder()),
         models={model.name: None if model.path is None else str(model.path) for model in list_models()},
@@ -145,6 +148,22 @@ def _kernels(args: EngineArgs) -> Choice:
 
     selection = choose_kernels(choose_device(args.device))
     return Choice(selection.name, selection.reason)
+
+
+async def _disk_io() -> Choice:
+    """Which backend the storage ring takes here; no file is touched."""
+    from metrale_storage import Ring
+
+    async with Ring.open() as ring:
+        chosen = ring.backend_name
+    if chosen == "io_uring":
+        return Choice(chosen, "the kernel lets this process set up a ring")
+    try:
+        async with Ring.open(backend="io_uring"):
+            pass
+    except (OSError, ImportError, RuntimeError) as error:
+        return Choice(chosen, f"no io_uring: {error}")
+    return Choice(chosen, "asked for")
 
 
 def _memory(args: EngineArgs) -> MemoryPlan:
@@ -212,6 +231,7 @@ def _print(report: Report) -> None:
     row("CUDA", "; ".join(f"{d.name}, {_gib(d.memory_bytes)}, {d.compute_capability}" for d in report.cuda) or "none")
     row("device", report.device)
     row("kernels", report.kernels)
+    row("disk I/O", report.disk_io)
     row("KV cache", report.memory if isinstance(report.memory, Problem) else _memory_text(report.memory))
     row("models folder", report.models_folder)
     row("models", "\n".join(f"{name}: {path or 'not fetched'}" for name, path in report.models.items()))

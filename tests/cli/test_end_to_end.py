@@ -144,6 +144,8 @@ def test_doctor_says_what_it_would_choose(smollm2_gguf: Path) -> None:
     assert report["device"]["name"] == "cpu"
     assert report["kernels"]["name"] in ("cpu", "reference")
     assert report["kernels"]["reason"]
+    assert report["disk_io"]["name"] in ("io_uring", "threads")
+    assert report["disk_io"]["reason"]
     memory = report["memory"]
     assert 0 < memory["kv_cache_bytes"] <= 0.1 * 2**30
     assert memory["tokens"] == memory["num_blocks"] * 16
