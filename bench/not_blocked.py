@@ -1,6 +1,6 @@
 """How long /health takes while 32 streams run and a 4,000-token prompt is tokenized and prefilled; the bound is 50 ms.
 
-    python bench/not_blocked.py [MODEL]
+python bench/not_blocked.py [MODEL]
 """
 
 from __future__ import annotations
