@@ -45,7 +45,7 @@ async def chat_completions(request: web.Request) -> web.StreamResponse:
     prompt = await encode_messages(service.engine.tokenizer, fields)
     note_request(summary, service.engine, [prompt], params.n, log_prompts=service.args.log_prompts)
     answer = ChatAnswer(service, fields, params, model)
-    with submitted(service.engine, [prompt], params, answer.id) as streams:
+    with submitted(service.engine, [prompt], params, answer.id, fields.cache_salt) as streams:
         if not fields.stream:
             (output,) = await collect(streams)
             summary.note_output([output])

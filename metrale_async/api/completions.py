@@ -45,7 +45,7 @@ async def completions(request: web.Request) -> web.StreamResponse:
     prompt_ids = [await _encode(service.engine.tokenizer, prompt, fields) for prompt in prompts]
     note_request(summary, service.engine, prompt_ids, params.n, log_prompts=service.args.log_prompts)
     answer = CompletionAnswer(service, fields, params, model, prompts, prompt_ids)
-    with submitted(service.engine, prompt_ids, params, answer.id) as streams:
+    with submitted(service.engine, prompt_ids, params, answer.id, fields.cache_salt) as streams:
         if not fields.stream:
             outputs = await collect(streams)
             summary.note_output(outputs)

@@ -33,7 +33,6 @@ NEUTRAL_VALUES: Final[Mapping[str, tuple[Any, ...]]] = {
     "audio": (),
     "bad_words": ((),),
     "best_of": (1,),
-    "cache_salt": ("",),
     "chat_template": (),
     "documents": ((),),
     "echo": (False,),

@@ -6,8 +6,10 @@ import asyncio
 import contextlib
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 
+from metrale_async.api.limits import MAX_NAME_CHARS
 from metrale_async.api.request_log import LOGGED_PROMPT_CHARS, RequestSummary
 from metrale_async.engine import AsyncEngine, GenerationStream, OutputDelta, RequestOutput, SamplingParams, Usage
+from metrale_async.errors import InvalidRequestError
 
 OnBatch = Callable[[int, list[OutputDelta]], Awaitable[None]]
 """Called with a prompt's index and what is new of its choices."""
@@ -15,13 +17,18 @@ OnBatch = Callable[[int, list[OutputDelta]], Awaitable[None]]
 
 @contextlib.contextmanager
 def submitted(
-    engine: AsyncEngine, prompts: Sequence[Sequence[int]], params: SamplingParams, name: str
+    engine: AsyncEngine, prompts: Sequence[Sequence[int]], params: SamplingParams, name: str, cache_salt: str | None
 ) -> Iterator[list[GenerationStream]]:
     """All prompts in the engine, or none; leaving ends them. Raises what ``AsyncEngine.submit`` raises."""
+    salt = cache_salt or ""
+    if len(salt) > MAX_NAME_CHARS:
+        raise InvalidRequestError(
+            f"cache_salt has {len(salt)} characters; allowed: up to {MAX_NAME_CHARS}", param="cache_salt"
+        )
     streams: list[GenerationStream] = []
     try:
         for index, prompt in enumerate(prompts):
-            streams.append(engine.submit(prompt, params, request_id=f"{name}-{index}"))
+            streams.append(engine.submit(prompt, params, request_id=f"{name}-{index}", cache_salt=salt))
         yield streams
     finally:
         for stream in streams:

@@ -53,7 +53,7 @@ BOUNDS: Final[Mapping[str, str]] = {
     "logit_bias": PARAMETER_RANGES["logit_bias"].accepted,
     "logprobs, top_logprobs, prompt_logprobs": PARAMETER_RANGES["logprobs"].accepted,
     "chat_template_kwargs": f"up to {MAX_TEMPLATE_VARIABLES} names",
-    "role, name, model, ids": f"up to {MAX_NAME_CHARS} characters",
+    "role, name, model, ids, cache_salt": f"up to {MAX_NAME_CHARS} characters",
     "prompt": "what the context holds (--max-seq-len), and 16 Mi characters after the chat template",
     "unsent output": f"{SEND_BUFFER_BYTES} bytes; a client that takes nothing for {SEND_TIMEOUT_S:g} s is dropped",
 }

@@ -114,17 +114,25 @@ def _gauges(statistics: EngineStatistics) -> Iterator[Metric]:
         ("steps_in_flight", "Steps submitted and not finished", statistics.steps_in_flight),
         ("kv_blocks_used", "KV blocks in use", blocks.used),
         ("kv_blocks_capacity", "KV blocks there are", blocks.total),
+        ("prefix_cache_blocks", "KV blocks the prefix cache knows", statistics.prefix_cache.cached_blocks),
+        ("prefix_cache_idle_blocks", "Those that nobody else uses", statistics.prefix_cache.evictable_blocks),
     ):
         yield GaugeMetricFamily(f"metrale_{name}", description, value)
 
 
 def _counters(statistics: EngineStatistics) -> Iterator[Metric]:
+    cache = statistics.prefix_cache
     for name, description, value in (
         ("requests", "Requests accepted", statistics.requests_total),
         ("requests_aborted", "Requests whose client left", statistics.requests_aborted_total),
         ("prompt_tokens", "Prompt rows computed", statistics.prompt_tokens_total),
         ("generated_tokens", "Tokens generated", statistics.generated_tokens_total),
         ("preemptions", "Sequences that gave their blocks back and were requeued", statistics.preemptions_total),
+        ("prefix_cache_queries", "Sequences that were looked up", cache.queries_total),
+        ("prefix_cache_hit_tokens", "Tokens that were found", cache.hit_tokens_total),
+        ("prefix_cache_missed_tokens", "Tokens that were not", cache.missed_tokens_total),
+        ("prefix_cache_recomputed_tokens", "Tokens computed again after preemption", cache.recomputed_tokens_total),
+        ("prefix_cache_evicted_blocks", "Blocks that made room for others", cache.evicted_blocks_total),
         ("steps", "Steps finished", statistics.steps_total),
         ("step_failures", "Failures of steps", statistics.step_failures_total),
     ):

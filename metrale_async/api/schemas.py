@@ -44,6 +44,7 @@ class GenerationFields(msgspec.Struct, kw_only=True):
     prompt_logprobs: int | None = None
     return_token_ids: bool | None = None
     add_special_tokens: bool | None = None
+    cache_salt: str | None = None
 
 
 class ContentPart(msgspec.Struct, kw_only=True):
