@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-TINY_HYBRID = Path(__file__).parent.parent.parent / "shared" / "models" / "tiny-hybrid"
+TINY_HYBRID = Path(__file__).parent / "data" / "tiny-hybrid"
 
 
 @pytest.fixture(scope="session")
@@ -23,9 +23,7 @@ def smollm2_gguf() -> Path:
 
 @pytest.fixture(scope="session")
 def tiny_hybrid() -> Path:
-    """A small trained qwen3_next-style checkpoint with tokenizer and chat template."""
-    if not TINY_HYBRID.is_dir():
-        pytest.skip("the shared model folder is not beside this checkout")
+    """A small trained qwen3_next-style checkpoint (delta nets, attention, experts) with tokenizer and chat template."""
     return TINY_HYBRID
 
 

@@ -41,6 +41,10 @@ class RaggedBatch:
     """int32 [S], tokens of the sequence including this step's rows."""
     block_tables: Tensor
     """int32 [S, B], block ids in order of position; row-strided. Entries past a sequence's length may hold anything."""
+    state_reads: Tensor | None
+    """int64 [S], the place of each sequence's recurrent state before this step; None for models without such states."""
+    state_writes: Tensor | None
+    """int64 [S], the place its new state goes to, never the one it is read from: so a step can be run again."""
     max_query_rows: int
     """The most rows one sequence has in this batch."""
     max_context_length: int
@@ -57,6 +61,40 @@ class PackedLinear(Protocol):
     def nbytes(self) -> int:
         """Bytes read to apply the layer once."""
         ...
+
+
+@dataclass(frozen=True, slots=True)
+class DeltaLayer:
+    """Constants of one gated delta net, float32."""
+
+    conv: Tensor
+    """[kernel, channels]: weight of the input ``kernel - 1 - j`` tokens back is row j."""
+    rate: Tensor
+    """[Hv]: -exp(A_log)."""
+    bias: Tensor
+    """[Hv]: dt_bias."""
+    key_heads: int
+    value_heads: int
+    key_dim: int
+    value_dim: int
+
+
+@dataclass(frozen=True, slots=True)
+class DeltaStates:
+    """One layer's states of all sequences, by place."""
+
+    conv: Tensor
+    """[places, kernel - 1, channels] in the activations' type: the newest inputs of the convolution."""
+    recurrent: Tensor
+    """float32 [places, Hv, Dk, Dv]."""
+
+
+@dataclass(frozen=True, slots=True)
+class Expert:
+    """One expert's feed-forward block."""
+
+    gate_up: PackedLinear
+    down: PackedLinear
 
 
 class Operations(Protocol):
@@ -102,6 +140,38 @@ class Operations(Protocol):
 
     def silu_and_mul(self, gate_up: Tensor) -> Tensor:
         """gate_up [T, 2 * N], gate first -> silu(gate) * up, [T, N]; silu in float32, rounded once at the end."""
+        ...
+
+    def sigmoid_and_mul(self, x: Tensor, gate: Tensor) -> Tensor:
+        """x [T, N] * sigmoid(gate), gate [T, N] or [T, 1], both row-strided; in float32, rounded once -> [T, N]."""
+        ...
+
+    def rms_norm_gated(self, x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """rms_norm(x) * silu(gate): x, gate [T, H, D], row-strided; weight [D] -> contiguous [T, H, D]."""
+        ...
+
+    def gated_delta_net(
+        self, mixed: Tensor, beta: Tensor, decay: Tensor, layer: DeltaLayer, batch: RaggedBatch, states: DeltaStates
+    ) -> Tensor:
+        """Convolution and gated delta rule (Yang, Kautz, Hatamizadeh 2024) of each sequence's rows -> [T, Hv, Dv].
+
+        mixed [T, 2 * Hk * Dk + Hv * Dv] holds queries, keys and values before the convolution, beta and decay [T, Hv]
+        the logits of the write strength and the inputs of the decay; all row-strided. Reads each sequence's state at
+        ``batch.state_reads`` (zero for one whose first row is position 0) and writes the new one at ``state_writes``.
+        Token by token in float32, so that the state after a token does not depend on how the tokens came.
+        """
+        ...
+
+    def route_experts(self, logits: Tensor, top_k: int, normalise: bool) -> tuple[Tensor, Tensor]:
+        """logits float32 [T, E] -> ids int64 [T, top_k], ascending in each row, and their weights float32 [T, top_k]:
+        softmax over all experts, the top_k largest (of equal ones the lower ids), divided by their sum if
+        ``normalise``.
+        """
+        ...
+
+    def apply_experts(self, x: Tensor, ids: Tensor, weights: Tensor, experts: Sequence[Expert]) -> Tensor:
+        """Mixture of experts: x [T, N] -> [T, N], the weighted sum of each row's experts, added in float32 in the order
+        of their ids and rounded once."""
         ...
 
     def write_kv(self, key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slots: Tensor) -> None:

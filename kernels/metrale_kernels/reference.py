@@ -17,7 +17,9 @@ import torch
 import torch.nn.functional as F  # noqa: N812 (its usual name)
 from torch import Tensor
 
-from metrale_kernels.interface import PackedLinear, RaggedBatch
+from metrale_kernels import experts as mixture
+from metrale_kernels.elementary import exp, sigmoid
+from metrale_kernels.interface import DeltaLayer, DeltaStates, Expert, PackedLinear, RaggedBatch
 
 ROW_GROUP = 16
 QUERY_TILE = 16
@@ -101,7 +103,48 @@ class ReferenceOperations:
 
     def silu_and_mul(self, gate_up: Tensor) -> Tensor:
         gate, up = gate_up.float().chunk(2, dim=-1)
-        return (F.silu(gate) * up).to(gate_up.dtype)
+        return (gate * sigmoid(gate) * up).to(gate_up.dtype)
+
+    def sigmoid_and_mul(self, x: Tensor, gate: Tensor) -> Tensor:
+        return (x.float() * sigmoid(gate.float())).to(x.dtype)
+
+    def rms_norm_gated(self, x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
+        wide = gate.float()
+        return (self.rms_norm(x, weight, eps).float() * (wide * sigmoid(wide))).to(x.dtype)
+
+    def gated_delta_net(
+        self, mixed: Tensor, beta: Tensor, decay: Tensor, layer: DeltaLayer, batch: RaggedBatch, states: DeltaStates
+    ) -> Tensor:
+        assert batch.state_reads is not None and batch.state_writes is not None
+        out = torch.empty(mixed.shape[0], layer.value_heads, layer.value_dim, dtype=mixed.dtype, device=mixed.device)
+        strength = sigmoid(beta.float())
+        # The logarithm is taken in float64, where a last bit that depends on a value's place is lost in rounding.
+        softplus = F.softplus((decay.float() + layer.bias).double()).float()
+        keep = exp(layer.rate * softplus)
+        starts = batch.query_starts.tolist()
+        for index, (read, write) in enumerate(
+            zip(batch.state_reads.tolist(), batch.state_writes.tolist(), strict=True)
+        ):
+            rows = slice(starts[index], starts[index + 1])
+            is_fresh = int(batch.positions[rows][0]) == 0
+            kept = torch.zeros_like(states.conv[read]) if is_fresh else states.conv[read]
+            state = torch.zeros_like(states.recurrent[read]) if is_fresh else states.recurrent[read]
+            inputs = torch.cat([kept, mixed[rows]])
+            query, key, value = _convolved(inputs, layer)
+            for row in range(mixed[rows].shape[0]):
+                state, read_out = _delta_step(
+                    state, query[row], key[row], value[row], keep[rows][row], strength[rows][row]
+                )
+                out[starts[index] + row] = read_out.to(mixed.dtype)
+            states.recurrent[write] = state
+            states.conv[write] = inputs[inputs.shape[0] - kept.shape[0] :]
+        return out
+
+    def route_experts(self, logits: Tensor, top_k: int, normalise: bool) -> tuple[Tensor, Tensor]:
+        return mixture.route(logits, top_k, normalise)
+
+    def apply_experts(self, x: Tensor, ids: Tensor, weights: Tensor, experts: Sequence[Expert]) -> Tensor:
+        return mixture.apply(self, x, ids, weights, experts)
 
     def write_kv(self, key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slots: Tensor) -> None:
         block_size = key_cache.shape[2]
@@ -127,6 +170,40 @@ class ReferenceOperations:
             attend = _attend_in_tiles if query.device.type == "cpu" else _attend_at_once
             out[rows] = attend(query[rows], keys, values, batch.positions[rows], scale, sliding_window)
         return out
+
+
+def _convolved(inputs: Tensor, layer: DeltaLayer) -> tuple[Tensor, Tensor, Tensor]:
+    """inputs [kernel - 1 + n, channels] -> queries and keys float32 [n, Hv, Dk], normalised, and values [n, Hv, Dv]."""
+    kernel = layer.conv.shape[0]
+    count = inputs.shape[0] - kernel + 1
+    total = torch.zeros(count, inputs.shape[1], device=inputs.device)
+    for offset in range(kernel):
+        total = total + layer.conv[offset] * inputs[offset : offset + count].float()
+    activated = total * sigmoid(total)
+    keys = layer.key_heads * layer.key_dim
+    groups = layer.value_heads // layer.key_heads
+    query, key = (
+        _l2_normalised(part.reshape(count, layer.key_heads, layer.key_dim)).repeat_interleave(groups, dim=1)
+        for part in (activated[:, :keys], activated[:, keys : 2 * keys])
+    )
+    value = activated[:, 2 * keys :].reshape(count, layer.value_heads, layer.value_dim)
+    return query * layer.key_dim**-0.5, key, value
+
+
+def _l2_normalised(x: Tensor) -> Tensor:
+    return x * torch.rsqrt(_mean_of_squares(x) * x.shape[-1] + 1e-6)
+
+
+def _delta_step(
+    state: Tensor, query: Tensor, key: Tensor, value: Tensor, keep: Tensor, strength: Tensor
+) -> tuple[Tensor, Tensor]:
+    """One token: state float32 [Hv, Dk, Dv], query and key [Hv, Dk], value [Hv, Dv], keep and strength [Hv] -> the new
+    state, and what the query reads from it [Hv, Dv]."""
+    state = state * keep[:, None, None]
+    known = (state * key[:, :, None]).sum(dim=1)
+    change = (value - known) * strength[:, None]
+    state = state + key[:, :, None] * change[:, None, :]
+    return state, (state * query[:, :, None]).sum(dim=1)
 
 
 def _mean_of_squares(x: Tensor) -> Tensor:
@@ -185,8 +262,8 @@ def _attend_in_tiles(
                 higher = torch.maximum(maximum, scores.amax(dim=1, keepdim=True))
                 # A row that has seen nothing yet has no maximum; 0 keeps exp(-inf - maximum) at 0.
                 finite = higher.masked_fill(higher == float("-inf"), 0.0)
-                factor = torch.exp(maximum - finite)
-                weights = torch.exp(scores - finite)
+                factor = exp(maximum - finite)
+                weights = exp(scores - finite)
                 total = total * factor + _row_sums(weights)
                 mixed = mixed * factor + weights @ values[head // groups, start : start + KEY_TILE]
                 maximum = higher

@@ -61,6 +61,8 @@ class EngineParts:
     block_size: int
     max_batch_size: int
     end_token_ids: frozenset[int]
+    kv_is_whole_state: bool
+    """The model keeps nothing per sequence but KV rows."""
     model_digest: str
     """Fingerprint of everything KV rows depend on beside tokens."""
     make_prefix_cache: Callable[[BlockPool, int], PrefixCache] = lambda pool, block_size: NoPrefixCaching(pool)
@@ -119,7 +121,11 @@ class AsyncEngine:
         scheduler = Scheduler(
             pool,
             parts.make_prefix_cache(pool, parts.block_size),
-            SchedulerLimits(block_size=parts.block_size, max_batch_size=parts.max_batch_size),
+            SchedulerLimits(
+                block_size=parts.block_size,
+                max_batch_size=parts.max_batch_size,
+                kv_is_whole_state=parts.kv_is_whole_state,
+            ),
         )
         budget = PrefillBudget(self.args.max_prefill_tokens)
         self._loop = StepLoop(scheduler, parts.executor, budget, self._clock, self._observer)

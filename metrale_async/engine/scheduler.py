@@ -30,6 +30,8 @@ class SchedulerLimits:
     block_size: int
     max_batch_size: int
     """Sequences that hold a slot at a time."""
+    kv_is_whole_state: bool = True
+    """A sequence can start anywhere its KV rows reach; not so if its layers keep recurrent states."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -286,6 +288,8 @@ class Scheduler:
         """Rows of a waiting sequence that exist already. Its last token is left to compute: its logits are needed."""
         wanted = (sequence.num_tokens - 1) // self._limits.block_size
         leader = sequence.leader
+        if not self._limits.kv_is_whole_state:
+            return PrefixMatch()
         if leader is not None and leader.status is SequenceStatus.RUNNING:
             # The request's first choice has computed them, or will have in this step's layers before others read them.
             computed = leader.computed_tokens // self._limits.block_size

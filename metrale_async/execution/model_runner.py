@@ -2,7 +2,8 @@
 
 Everything per sequence lives in slots allocated up front: its tokens, its block table, its sampler. A plan only says
 what changes. State that a step changes besides KV rows (tokens, token counts) is written after all of its computation
-succeeded, and KV rows are the same whenever they are written, so a step that failed can be run again chunk by chunk.
+succeeded, KV rows are the same whenever they are written, and recurrent states are read in one place and written in
+another; so a step that failed can be run again chunk by chunk.
 """
 
 from __future__ import annotations
@@ -57,6 +58,7 @@ class ModelRunner:
         self,
         model: CausalLanguageModel,
         caches: Sequence[PagedCache],
+        states: Sequence[Tensor],
         *,
         num_slots: int,
         block_size: int,
@@ -65,6 +67,9 @@ class ModelRunner:
     ) -> None:
         self._model = model
         self._caches = caches
+        self._states = states
+        # Of the two places each slot has for its recurrent state, the one that holds the current state.
+        self._current_place = np.zeros(num_slots, dtype=np.int64)
         self._block_size = block_size
         self._device = device
         self._slots: list[_Slot | None] = [None] * num_slots
@@ -115,7 +120,7 @@ class ModelRunner:
 
     def _launch_chunks(self, chunks: Sequence[Chunk]) -> Callable[[], tuple[ChunkResult, ...]]:
         batch, token_ids = self._build_batch(chunks)
-        hidden = self._model.forward(token_ids, batch, self._caches)
+        hidden = self._model.forward(token_ids, batch, self._caches, self._states)
 
         ends = np.cumsum([chunk.count for chunk in chunks])
         sampling = [index for index, chunk in enumerate(chunks) if chunk.samples]
@@ -125,6 +130,7 @@ class ModelRunner:
             if self._slot(chunk).sampler.prompt_logprobs is not None and chunk.start < self._slot(chunk).prompt_length
         }
         if not sampling:
+            self._keep_new_states(chunks)
             return lambda: tuple(
                 ChunkResult(prompt_logprobs=prompt_logprobs.get(index, ())) for index in range(len(chunks))
             )
@@ -132,6 +138,7 @@ class ModelRunner:
         rows = torch.from_numpy(ends[sampling] - 1).to(self._device)
         logits = self._model.logits(hidden[rows])
         sampled = self._sample([chunks[index] for index in sampling], logits)
+        self._keep_new_states(chunks)
         # One maximum per row tells of any NaN (it propagates) and of a row of infinities.
         finite = torch.isfinite(logits.amax(dim=-1))
 
@@ -169,10 +176,17 @@ class ModelRunner:
             query_starts=self._to_device(query_starts),
             context_lengths=self._to_device(context_lengths.astype(np.int32)),
             block_tables=self._to_device(tables),
+            state_reads=self._to_device(2 * slots + self._current_place[slots]),
+            state_writes=self._to_device(2 * slots + 1 - self._current_place[slots]),
             max_query_rows=int(counts.max()),
             max_context_length=max_context_length,
         )
         return batch, self._tokens[self._to_device(row_slots), position_tensor]
+
+    def _keep_new_states(self, chunks: Sequence[Chunk]) -> None:
+        """The step succeeded: what it wrote is the state from now on."""
+        for chunk in chunks:
+            self._current_place[chunk.slot] ^= 1
 
     def _sample(self, chunks: Sequence[Chunk], logits: Tensor) -> Tensor:
         """logits float32 [R, V], a row per chunk -> int64 [R]; also writes the tokens where the next step reads

@@ -58,7 +58,7 @@ class SequenceStart:
     blocks: tuple[int, ...]
     """Blocks whose rows are computed already (or copied now); the block table begins with them."""
     copies: tuple[tuple[int, int], ...]
-    """(source, target) blocks to copy whole before anything of this step is computed: a prefix that ends inside a block."""
+    """(source, target) blocks to copy whole before anything of this step is computed: prefixes that end inside one."""
     sampler: SamplerSpec
 
 

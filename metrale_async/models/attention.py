@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from metrale_kernels.interface import Operations, RaggedBatch
+from metrale_kernels.interface import Operations, PackedLinear, RaggedBatch
 from torch import Tensor
 
 from metrale_async.models.config import ModelConfig
@@ -17,7 +17,9 @@ def attention_shapes(config: ModelConfig, prefix: str) -> Mapping[str, tuple[int
     query = config.num_attention_heads * config.head_dim
     key_value = config.num_key_value_heads * config.head_dim
     shapes: dict[str, tuple[int, ...]] = {}
-    for module, rows in (("q_proj", query), ("k_proj", key_value), ("v_proj", key_value)):
+    # With an output gate the query projection gives each head's query, then its gate.
+    query_rows = 2 * query if config.attention_gate else query
+    for module, rows in (("q_proj", query_rows), ("k_proj", key_value), ("v_proj", key_value)):
         shapes[f"{prefix}.{module}.weight"] = (rows, config.hidden_size)
         if config.qkv_bias:
             shapes[f"{prefix}.{module}.bias"] = (rows,)
@@ -50,15 +52,21 @@ class Attention:
         self._scale = config.head_dim**-0.5
         self._window = config.window_of(layer)
         self._cos, self._sin = rotary
-        modules = (f"{prefix}.q_proj", f"{prefix}.k_proj", f"{prefix}.v_proj")
-        self._qkv = weights.linear(*modules, bias=config.qkv_bias)
+        self._has_gate = config.attention_gate
+        self._qkv = _projection(config, prefix, weights)
         self._output = weights.linear(f"{prefix}.o_proj", bias=config.output_bias)
         self._norms: tuple[Tensor, Tensor] | None = None
         if config.query_key_norm:
-            self._norms = weights.tensor(f"{prefix}.q_norm.weight"), weights.tensor(f"{prefix}.k_norm.weight")
+            zero_centred = config.zero_centred_norms
+            self._norms = (
+                weights.norm(f"{prefix}.q_norm.weight", zero_centred=zero_centred),
+                weights.norm(f"{prefix}.k_norm.weight", zero_centred=zero_centred),
+            )
         self.states: Sequence[LayerState] = (PagedState(self._kv_heads, self._head_dim, weights.dtype),)
 
-    def __call__(self, hidden: Tensor, batch: RaggedBatch, caches: Sequence[PagedCache]) -> Tensor:
+    def __call__(
+        self, hidden: Tensor, batch: RaggedBatch, caches: Sequence[PagedCache], states: Sequence[Tensor]
+    ) -> Tensor:
         """hidden [T, hidden] -> [T, hidden]; writes this step's keys and values into the one cache."""
         operations, (cache,) = self._operations, caches
         query_size = self._heads * self._head_dim
@@ -66,7 +74,8 @@ class Attention:
         qkv = operations.linear(hidden, self._qkv)
         query = qkv[:, :query_size].view(-1, self._heads, self._head_dim)
         key = qkv[:, query_size : query_size + kv_size].view(-1, self._kv_heads, self._head_dim)
-        value = qkv[:, query_size + kv_size :].view(-1, self._kv_heads, self._head_dim)
+        gate_start = query_size + 2 * kv_size
+        value = qkv[:, query_size + kv_size : gate_start].view(-1, self._kv_heads, self._head_dim)
         if self._norms is not None:
             query_norm, key_norm = self._norms
             query = operations.rms_norm(query, query_norm, self._eps)
@@ -74,4 +83,27 @@ class Attention:
         operations.rotary_(query, key, batch.positions, self._cos, self._sin)
         operations.write_kv(key, value, cache.keys, cache.values, batch.slots)
         attended = operations.attention(query, cache.keys, cache.values, batch, self._scale, self._window)
-        return operations.linear(attended.flatten(1), self._output)
+        result = attended.flatten(1)
+        if self._has_gate:
+            result = operations.sigmoid_and_mul(result, qkv[:, gate_start:])
+        return operations.linear(result, self._output)
+
+
+def _projection(config: ModelConfig, prefix: str, weights: WeightReader) -> PackedLinear:
+    """Queries, keys, values, and the output gate if there is one, in one product."""
+    modules = [f"{prefix}.{name}" for name in ("q_proj", "k_proj", "v_proj")]
+    if not config.attention_gate:
+        return weights.linear(*modules, bias=config.qkv_bias)
+    query, gate = _split_gate(weights.take(f"{modules[0]}.weight"), config)
+    parts = [query, weights.take(f"{modules[1]}.weight"), weights.take(f"{modules[2]}.weight"), gate]
+    biases: list[Tensor | None] = [None] * 4
+    if config.qkv_bias:
+        query_bias, gate_bias = _split_gate(weights.take(f"{modules[0]}.bias"), config)
+        biases = [query_bias, weights.take(f"{modules[1]}.bias"), weights.take(f"{modules[2]}.bias"), gate_bias]
+    return weights.pack(parts, biases)
+
+
+def _split_gate(rows: Tensor, config: ModelConfig) -> tuple[Tensor, Tensor]:
+    """Rows that hold, head by head, a query and then its gate."""
+    by_head = rows.view(config.num_attention_heads, 2, config.head_dim, *rows.shape[1:])
+    return by_head[:, 0].flatten(0, 1).contiguous(), by_head[:, 1].flatten(0, 1).contiguous()

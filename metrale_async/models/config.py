@@ -11,7 +11,7 @@ from metrale_async.models.config_fields import boolean, positive_float, positive
 from metrale_async.models.families import Family, family_of
 from metrale_async.models.rope import RopeParameters, rope_parameters_from_hf
 
-LayerType = Literal["full_attention", "sliding_attention"]
+LayerType = Literal["full_attention", "sliding_attention", "linear_attention"]
 MAX_LAYERS: Final = 4096
 """More than any model has; a corrupt count must not cost memory before the weights are compared with it."""
 _LAYER_TYPES: Final = ("full_attention", "sliding_attention")
@@ -32,8 +32,6 @@ _UNSUPPORTED_FEATURES: Final[Mapping[str, tuple[Any, ...]]] = {
     "logit_scale": (1, 1.0),
     "scale_emb": (1, 1.0),
     "clip_qkv": (),
-    "num_experts": (0,),
-    "num_local_experts": (0,),
     "n_routed_experts": (0,),
     "no_rope_layers": ([],),
     "attn_temperature_tuning": (False, 0),
@@ -54,8 +52,37 @@ _UNSUPPORTED_FEATURES: Final[Mapping[str, tuple[Any, ...]]] = {
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ExpertsConfig:
+    """Mixture-of-experts feed-forward blocks."""
+
+    num_experts: int
+    experts_per_token: int
+    intermediate_size: int
+    normalise_weights: bool
+    """The chosen experts' weights are divided by their sum (``norm_topk_prob``)."""
+    shared_intermediate_size: int | None
+    """Size of the expert every token uses, if there is one."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeltaConfig:
+    """Gated delta nets (``linear_*`` keys)."""
+
+    key_heads: int
+    value_heads: int
+    key_dim: int
+    value_dim: int
+    conv_kernel: int
+
+    @property
+    def channels(self) -> int:
+        """Channels of the convolution: queries, keys and values."""
+        return 2 * self.key_heads * self.key_dim + self.value_heads * self.value_dim
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ModelConfig:
-    """A dense pre-norm decoder, normalised. Names are config.json's; sizes are in values unless said otherwise."""
+    """A pre-norm decoder, normalised. Names are config.json's; sizes are in values unless said otherwise."""
 
     model_type: str
     vocab_size: int
@@ -79,6 +106,16 @@ class ModelConfig:
     mlp_bias: bool
     query_key_norm: bool
     eos_token_ids: tuple[int, ...]
+    attention_gate: bool = False
+    """Attention's result is multiplied by a sigmoid gate that the query projection gives."""
+    zero_centred_norms: bool = False
+    """Norm weights in the checkpoint are less 1."""
+    experts: ExpertsConfig | None = None
+    sparse_layers: frozenset[int] = frozenset()
+    """Layers whose feed-forward block is a mixture of experts."""
+    delta: DeltaConfig | None = None
+    """What layers of type ``linear_attention`` are."""
+    ignored_prefixes: tuple[str, ...] = ()
 
     def window_of(self, layer: int) -> int | None:
         """Tokens layer ``layer`` attends to, itself included; None is all of them."""
@@ -103,8 +140,16 @@ class ModelConfig:
         head_dim = _head_dim(raw, family, hidden_size, heads)
         layers = positive_int(raw, "num_hidden_layers", maximum=MAX_LAYERS)
         attention_bias = family.attention_bias == "config" and boolean(raw, "attention_bias", False)
-        rope, max_positions = rope_parameters_from_hf(raw, head_dim, positive_int(raw, "max_position_embeddings", 2048))
-        layer_types, window = _attention_windows(raw, family, layers)
+        rope, max_positions = rope_parameters_from_hf(
+            {"partial_rotary_factor": family.default_partial_rotary, **raw},
+            head_dim,
+            positive_int(raw, "max_position_embeddings", 2048),
+        )
+        if family.delta_net:
+            layer_types, window = _layer_types_with_delta_nets(raw, layers), None
+        else:
+            layer_types, window = _attention_windows(raw, family, layers)
+        experts, sparse_layers = _experts(raw, family, layers)
         return ModelConfig(
             model_type=family.model_type,
             vocab_size=positive_int(raw, "vocab_size"),
@@ -125,6 +170,12 @@ class ModelConfig:
             mlp_bias=family.mlp_bias_key and boolean(raw, "mlp_bias", False),
             query_key_norm=family.query_key_norm,
             eos_token_ids=token_ids(raw, "eos_token_id"),
+            attention_gate=family.delta_net,
+            zero_centred_norms=family.zero_centred_norms,
+            experts=experts,
+            sparse_layers=sparse_layers,
+            delta=_delta(raw) if "linear_attention" in layer_types else None,
+            ignored_prefixes=family.ignored_prefixes,
         )
 
 
@@ -139,6 +190,10 @@ def _refuse_unsupported(raw: Mapping[str, Any], family: Family) -> None:
         value = raw.get(key)
         if value is not None and not any(value == other and type(value) is type(other) for other in neutral):
             raise UnsupportedModelError(f"config: {key} = {value!r} asks for a feature that is not supported")
+    if family.experts == "never":
+        for key in ("num_experts", "num_local_experts"):
+            if raw.get(key):
+                raise UnsupportedModelError(f"config: {key} = {raw[key]!r} asks for a feature that is not supported")
     activation = raw.get("hidden_act", "silu")
     if activation not in ("silu", "swish"):  # two names of one function
         raise UnsupportedModelError(f"config: hidden_act {activation!r} is not supported; supported: silu")
@@ -205,3 +260,57 @@ def _attention_windows(raw: Mapping[str, Any], family: Family, layers: int) -> t
             f"with sliding_window = {window}"
         )
     return tuple(implied), window if "sliding_attention" in implied else None
+
+
+def _layer_types_with_delta_nets(raw: Mapping[str, Any], layers: int) -> tuple[LayerType, ...]:
+    """``layer_types``, or every ``full_attention_interval``-th layer with attention."""
+    if raw.get("sliding_window") is not None and raw.get("use_sliding_window"):
+        raise UnsupportedModelError(f"config: sliding_window = {raw['sliding_window']!r} is not supported here")
+    explicit = raw.get("layer_types")
+    if explicit is None:
+        interval = positive_int(raw, "full_attention_interval", 4)
+        return tuple("linear_attention" if (layer + 1) % interval else "full_attention" for layer in range(layers))
+    if not isinstance(explicit, list) or len(explicit) != layers:
+        raise CheckpointError(f"config: layer_types must name the type of each of the {layers} layers")
+    known: tuple[LayerType, ...] = ("full_attention", "linear_attention")
+    for name in explicit:
+        if name not in known:
+            raise UnsupportedModelError(f"config: layer type {name!r} is not supported; supported: {', '.join(known)}")
+    return tuple(explicit)
+
+
+def _delta(raw: Mapping[str, Any]) -> DeltaConfig:
+    delta = DeltaConfig(
+        key_heads=positive_int(raw, "linear_num_key_heads", 16),
+        value_heads=positive_int(raw, "linear_num_value_heads", 32),
+        key_dim=positive_int(raw, "linear_key_head_dim", 128),
+        value_dim=positive_int(raw, "linear_value_head_dim", 128),
+        conv_kernel=positive_int(raw, "linear_conv_kernel_dim", 4),
+    )
+    if delta.value_heads % delta.key_heads:
+        raise CheckpointError(
+            f"config: linear_num_value_heads {delta.value_heads} is not a multiple of "
+            f"linear_num_key_heads {delta.key_heads}"
+        )
+    return delta
+
+
+def _experts(raw: Mapping[str, Any], family: Family, layers: int) -> tuple[ExpertsConfig | None, frozenset[int]]:
+    """The experts, and the layers that have them (``decoder_sparse_step`` and ``mlp_only_layers``)."""
+    if family.experts == "never":
+        return None, frozenset()
+    count = positive_int(raw, "num_experts" if raw.get("num_experts") is not None else "num_local_experts")
+    experts = ExpertsConfig(
+        num_experts=count,
+        experts_per_token=positive_int(raw, "num_experts_per_tok", maximum=count),
+        intermediate_size=positive_int(raw, "moe_intermediate_size"),
+        normalise_weights=boolean(raw, "norm_topk_prob", family.normalises_expert_weights),
+        shared_intermediate_size=positive_int(raw, "shared_expert_intermediate_size")
+        if family.experts == "routed and shared"
+        else None,
+    )
+    step = positive_int(raw, "decoder_sparse_step", 1)
+    dense = raw.get("mlp_only_layers") or []
+    if not isinstance(dense, list) or not all(isinstance(layer, int) for layer in dense):
+        raise CheckpointError(f"config: mlp_only_layers is {dense!r}; allowed: a list of layer numbers")
+    return experts, frozenset(layer for layer in range(layers) if (layer + 1) % step == 0 and layer not in dense)

@@ -15,7 +15,9 @@ from torch import Tensor, float32
 
 from metrale_async.models.attention import Attention, attention_shapes
 from metrale_async.models.config import ModelConfig
-from metrale_async.models.interface import LayerState, PagedCache, PagedState
+from metrale_async.models.delta_net import GatedDeltaNet, delta_net_shapes
+from metrale_async.models.experts import ExpertMixture, experts_shapes
+from metrale_async.models.interface import LayerState, PagedCache, PagedState, RecurrentState
 from metrale_async.models.mlp import GatedMlp, mlp_shapes
 from metrale_async.models.rope import rope_tables
 from metrale_async.models.weights import WeightReader
@@ -27,8 +29,10 @@ class Mixer(Protocol):
     @property
     def states(self) -> Sequence[LayerState]: ...
 
-    def __call__(self, hidden: Tensor, batch: RaggedBatch, caches: Sequence[PagedCache]) -> Tensor:
-        """hidden [T, hidden] -> [T, hidden]; ``caches`` holds one entry per PagedState of ``states``."""
+    def __call__(
+        self, hidden: Tensor, batch: RaggedBatch, caches: Sequence[PagedCache], states: Sequence[Tensor]
+    ) -> Tensor:
+        """hidden [T, hidden] -> [T, hidden]; one of ``caches`` per PagedState, one of ``states`` per RecurrentState."""
         ...
 
 
@@ -41,6 +45,7 @@ class DecoderLayer:
     post_attention_norm: Tensor
     feed_forward: Callable[[Tensor], Tensor]
     paged_states: int
+    recurrent_states: int
 
 
 def decoder_shapes(config: ModelConfig) -> Mapping[str, tuple[int, ...]]:
@@ -49,9 +54,13 @@ def decoder_shapes(config: ModelConfig) -> Mapping[str, tuple[int, ...]]:
     for layer in range(config.num_hidden_layers):
         prefix = f"model.layers.{layer}"
         shapes[f"{prefix}.input_layernorm.weight"] = (config.hidden_size,)
-        shapes.update(attention_shapes(config, f"{prefix}.self_attn"))
+        if config.layer_types[layer] == "linear_attention":
+            shapes.update(delta_net_shapes(config, f"{prefix}.linear_attn"))
+        else:
+            shapes.update(attention_shapes(config, f"{prefix}.self_attn"))
         shapes[f"{prefix}.post_attention_layernorm.weight"] = (config.hidden_size,)
-        shapes.update(mlp_shapes(config, f"{prefix}.mlp"))
+        block_shapes = experts_shapes if layer in config.sparse_layers else mlp_shapes
+        shapes.update(block_shapes(config, f"{prefix}.mlp"))
     shapes["model.norm.weight"] = (config.hidden_size,)
     if not config.tie_word_embeddings:
         shapes["lm_head.weight"] = (config.vocab_size, config.hidden_size)
@@ -59,7 +68,7 @@ def decoder_shapes(config: ModelConfig) -> Mapping[str, tuple[int, ...]]:
 
 
 class Decoder:
-    """A dense decoder with its weights; a :class:`CausalLanguageModel`."""
+    """A decoder with its weights; a :class:`CausalLanguageModel`."""
 
     def __init__(
         self, config: ModelConfig, weights: WeightReader, operations: Operations, max_sequence_tokens: int
@@ -74,7 +83,7 @@ class Decoder:
             _build_layer(config, layer, weights, operations, rotary) for layer in range(config.num_hidden_layers)
         ]
         # Each norm is fused with the addition before it, so a layer ends with the norm that the next one starts with.
-        final_norm = weights.tensor("model.norm.weight")
+        final_norm = weights.norm("model.norm.weight", zero_centred=config.zero_centred_norms)
         self._next_norms = [*(layer.input_norm for layer in self._layers[1:]), final_norm]
         if config.tie_word_embeddings:
             self._lm_head = weights.pack([self._embedding], [None])
@@ -99,18 +108,21 @@ class Decoder:
     def weight_bytes(self) -> int:
         return self._weight_bytes
 
-    def forward(self, token_ids: Tensor, batch: RaggedBatch, caches: Sequence[PagedCache]) -> Tensor:
+    def forward(
+        self, token_ids: Tensor, batch: RaggedBatch, caches: Sequence[PagedCache], states: Sequence[Tensor]
+    ) -> Tensor:
         """token_ids int64 [T] -> hidden states after the final norm [T, hidden]; see CausalLanguageModel."""
         operations, eps = self._operations, self.config.rms_norm_eps
         residual = operations.embedding(token_ids, self._embedding)
         hidden = operations.rms_norm(residual, self._layers[0].input_norm, eps)
-        first_cache = 0
+        first_cache = first_state = 0
         for layer, next_norm in zip(self._layers, self._next_norms, strict=True):
             end_cache = first_cache + layer.paged_states
-            mixed = layer.mixer(hidden, batch, caches[first_cache:end_cache])
+            end_state = first_state + layer.recurrent_states
+            mixed = layer.mixer(hidden, batch, caches[first_cache:end_cache], states[first_state:end_state])
             hidden = operations.add_rms_norm(mixed, residual, layer.post_attention_norm, eps)
             hidden = operations.add_rms_norm(layer.feed_forward(hidden), residual, next_norm, eps)
-            first_cache = end_cache
+            first_cache, first_state = end_cache, end_state
         return hidden
 
     def logits(self, hidden: Tensor) -> Tensor:
@@ -122,11 +134,22 @@ def _build_layer(
     config: ModelConfig, layer: int, weights: WeightReader, operations: Operations, rotary: tuple[Tensor, Tensor]
 ) -> DecoderLayer:
     prefix = f"model.layers.{layer}"
-    mixer = Attention(config, layer, f"{prefix}.self_attn", weights, operations, rotary)
+    mixer: Mixer
+    if config.layer_types[layer] == "linear_attention":
+        mixer = GatedDeltaNet(config, f"{prefix}.linear_attn", weights, operations)
+    else:
+        mixer = Attention(config, layer, f"{prefix}.self_attn", weights, operations, rotary)
+    feed_forward: Callable[[Tensor], Tensor]
+    if layer in config.sparse_layers:
+        feed_forward = ExpertMixture(config, f"{prefix}.mlp", weights, operations)
+    else:
+        feed_forward = GatedMlp(f"{prefix}.mlp", weights, operations, bias=config.mlp_bias)
+    zero_centred = config.zero_centred_norms
     return DecoderLayer(
-        input_norm=weights.tensor(f"{prefix}.input_layernorm.weight"),
+        input_norm=weights.norm(f"{prefix}.input_layernorm.weight", zero_centred=zero_centred),
         mixer=mixer,
-        post_attention_norm=weights.tensor(f"{prefix}.post_attention_layernorm.weight"),
-        feed_forward=GatedMlp(config, f"{prefix}.mlp", weights, operations),
+        post_attention_norm=weights.norm(f"{prefix}.post_attention_layernorm.weight", zero_centred=zero_centred),
+        feed_forward=feed_forward,
         paged_states=sum(isinstance(state, PagedState) for state in mixer.states),
+        recurrent_states=sum(isinstance(state, RecurrentState) for state in mixer.states),
     )

@@ -26,6 +26,18 @@ class Family:
     """Which layers obey ``sliding_window``."""
     default_head_dim: int | None = None
     """Head size where config.json is silent; None is hidden size over heads."""
+    experts: Literal["never", "routed", "routed and shared"] = "never"
+    """Feed-forward blocks may be mixtures of experts, with one more expert that every token uses or without."""
+    normalises_expert_weights: bool = False
+    """What ``norm_topk_prob`` is where config.json is silent."""
+    delta_net: bool = False
+    """Layers of type ``linear_attention`` are gated delta nets; the other ones' attention has an output gate."""
+    zero_centred_norms: bool = False
+    """Norm weights are stored less 1, but for the norm inside the delta net."""
+    default_partial_rotary: float = 1.0
+    """Share of a head that is rotated where config.json is silent."""
+    ignored_prefixes: tuple[str, ...] = ()
+    """Tensors beside the decoder that are known and not needed (draft heads)."""
 
 
 FAMILIES: Final[Mapping[str, Family]] = {
@@ -44,6 +56,30 @@ FAMILIES: Final[Mapping[str, Family]] = {
             query_key_norm=True,
             window="layer types",
             default_head_dim=128,
+        ),
+        Family(
+            "qwen3_moe",
+            "Qwen3MoeForCausalLM",
+            "config",
+            mlp_bias_key=False,
+            query_key_norm=True,
+            window="layer types",
+            experts="routed",
+        ),
+        Family(
+            "qwen3_next",
+            "Qwen3NextForCausalLM",
+            "config",
+            mlp_bias_key=False,
+            query_key_norm=True,
+            window="never",
+            default_head_dim=256,
+            experts="routed and shared",
+            normalises_expert_weights=True,
+            delta_net=True,
+            zero_centred_norms=True,
+            default_partial_rotary=0.25,
+            ignored_prefixes=("mtp.",),
         ),
     )
 }

@@ -69,10 +69,14 @@ class CausalLanguageModel(Protocol):
         """Bytes of weights held in memory."""
         ...
 
-    def forward(self, token_ids: Tensor, batch: RaggedBatch, caches: Sequence[PagedCache]) -> Tensor:
+    def forward(
+        self, token_ids: Tensor, batch: RaggedBatch, caches: Sequence[PagedCache], states: Sequence[Tensor]
+    ) -> Tensor:
         """token_ids int64 [T] -> hidden states after the final norm [T, hidden]; writes this step's keys and values.
 
-        ``caches`` holds one entry per PagedState, in layer order.
+        ``caches`` holds one entry per PagedState, in layer order, ``states`` one tensor [places, *shape] per
+        RecurrentState: a sequence's state is read at ``batch.state_reads`` and its new state written at
+        ``batch.state_writes``.
         """
         ...
 

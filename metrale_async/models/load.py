@@ -120,7 +120,11 @@ def _open_checkpoint(source: ModelSource) -> _Checkpoint:
 
 def _is_ignorable(name: str, config: ModelConfig) -> bool:
     """Buffers that old checkpoints saved although they follow from the config, and the copy of a tied matrix."""
-    return name.endswith(".rotary_emb.inv_freq") or (config.tie_word_embeddings and name == "lm_head.weight")
+    return (
+        name.endswith(".rotary_emb.inv_freq")
+        or (config.tie_word_embeddings and name == "lm_head.weight")
+        or name.startswith(config.ignored_prefixes)
+    )
 
 
 def _check_tied(weights: WeightSource, dtype: torch.dtype) -> None:

@@ -115,6 +115,15 @@ class WeightReader:
         self.weight_bytes += tensor.nbytes
         return tensor
 
+    def norm(self, name: str, *, zero_centred: bool) -> Tensor:
+        """A norm's weight [D]; a zero-centred one is stored less 1."""
+        tensor = self.tensor(name)
+        return tensor.add_(1.0) if zero_centred else tensor
+
+    def take(self, name: str) -> Tensor:
+        """One tensor that the caller makes something else of; what comes of it is counted where it is packed."""
+        return self._read(name)
+
     def linear(self, *modules: str, bias: bool) -> PackedLinear:
         """``<module>.weight`` (and ``.bias``) of several modules fused into one layer, outputs in the order given."""
         weights = [self._read(f"{module}.weight") for module in modules]

@@ -21,11 +21,13 @@ from metrale_async.models.gguf_file import GgufFile
 from metrale_async.startup.memory import (
     KVCacheSize,
     allocate_caches,
+    allocate_states,
     auto_batch_size,
     available_memory_bytes,
     bytes_per_block,
     cpu_kv_bytes,
     kv_cache_size,
+    recurrent_states,
 )
 from metrale_async.startup.prefix_cache import build_prefix_cache
 from metrale_async.text import Tokenizer
@@ -105,6 +107,7 @@ def _load(args: EngineArgs, progress: Progress | None) -> EngineParts:
     runner = ModelRunner(
         model,
         caches,
+        allocate_states(model.states, max_batch_size, device),
         num_slots=max_batch_size,
         block_size=args.block_size,
         max_seq_len=max_seq_len,
@@ -126,6 +129,7 @@ def _load(args: EngineArgs, progress: Progress | None) -> EngineParts:
         num_blocks=size.num_blocks,
         block_size=args.block_size,
         max_batch_size=max_batch_size,
+        kv_is_whole_state=not recurrent_states(model.states),
         model_digest=f"{loaded.digest} {selection.name}",
         make_prefix_cache=build_prefix_cache(args, loaded.config.model_type, model.states),
         end_token_ids=_end_token_ids(loaded.generation_defaults, tokenizer),

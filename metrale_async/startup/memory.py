@@ -76,8 +76,8 @@ def allocate_caches(
     """
     paged = paged_states(states)
     dtypes = {state.dtype for state in paged}
-    if len(dtypes) != 1 or any(isinstance(state, RecurrentState) for layer in states for state in layer):
-        raise ConfigurationError(f"no KV memory layout for layer states {sorted(map(str, dtypes))}")
+    if len(dtypes) != 1:
+        raise ConfigurationError(f"no KV memory layout for rows of the types {sorted(map(str, dtypes))}")
     dtype = dtypes.pop()
     elements = [state.heads * block_size * state.head_dim for state in paged]
     per_block = 2 * sum(elements)
@@ -96,6 +96,18 @@ def allocate_caches(
         caches.append(PagedCache(keys, values))
         offset += 2 * count
     return caches
+
+
+def recurrent_states(states: Sequence[Sequence[LayerState]]) -> list[RecurrentState]:
+    """The recurrent states of a model's layers, in layer order."""
+    return [state for layer in states for state in layer if isinstance(state, RecurrentState)]
+
+
+def allocate_states(states: Sequence[Sequence[LayerState]], num_slots: int, device: torch.device) -> list[torch.Tensor]:
+    """Memory of the recurrent states, [2 * num_slots, *shape] each: two places per slot (see ModelRunner)."""
+    return [
+        torch.zeros(2 * num_slots, *state.shape, dtype=state.dtype, device=device) for state in recurrent_states(states)
+    ]
 
 
 def available_memory_bytes(meminfo: Path = Path("/proc/meminfo"), cgroup: Path = Path("/sys/fs/cgroup")) -> int:

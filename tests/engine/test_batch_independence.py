@@ -58,9 +58,9 @@ def dtype(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
 
-@pytest.fixture(params=["tiny", "smollm2"])
+@pytest.fixture(params=["tiny_model", "smollm2_gguf", "tiny_hybrid"])
 def model(request: pytest.FixtureRequest) -> Path:
-    path: Path = request.getfixturevalue("tiny_model" if request.param == "tiny" else "smollm2_gguf")
+    path: Path = request.getfixturevalue(request.param)
     return path
 
 
@@ -156,5 +156,6 @@ def _gib_for_blocks(model: Path, dtype: str, blocks: int) -> float:
 
     config = load_config(resolve_model(str(model), allow_download=False))
     item = 4 if dtype == "float32" else 2
-    per_token = 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim * item
+    attention_layers = sum(kind != "linear_attention" for kind in config.layer_types)
+    per_token = 2 * attention_layers * config.num_key_value_heads * config.head_dim * item
     return (blocks * 16 + 8) * per_token / 2**30

@@ -25,8 +25,10 @@ def poisoned_forward(monkeypatch: pytest.MonkeyPatch) -> None:
     """The model raises when it meets one token."""
     forward = Decoder.forward
 
-    def poisoned(self: Decoder, token_ids: Tensor, batch: RaggedBatch, caches: Sequence[PagedCache]) -> Tensor:
-        hidden = forward(self, token_ids, batch, caches)
+    def poisoned(
+        self: Decoder, token_ids: Tensor, batch: RaggedBatch, caches: Sequence[PagedCache], states: Sequence[Tensor]
+    ) -> Tensor:
+        hidden = forward(self, token_ids, batch, caches, states)
         if bool((token_ids == POISON).any()):
             raise RuntimeError("this token breaks the device")
         return hidden
@@ -39,8 +41,10 @@ def nan_embedding(monkeypatch: pytest.MonkeyPatch) -> None:
     """The model gives NaN for a sequence that holds one token."""
     forward = Decoder.forward
 
-    def poisoned(self: Decoder, token_ids: Tensor, batch: RaggedBatch, caches: Sequence[PagedCache]) -> Tensor:
-        hidden = forward(self, token_ids, batch, caches).clone()
+    def poisoned(
+        self: Decoder, token_ids: Tensor, batch: RaggedBatch, caches: Sequence[PagedCache], states: Sequence[Tensor]
+    ) -> Tensor:
+        hidden = forward(self, token_ids, batch, caches, states).clone()
         hidden[token_ids == POISON] = float("nan")
         return hidden
 

@@ -86,6 +86,8 @@ def attention_case(
         query_starts=torch.tensor(starts, dtype=torch.int32),
         context_lengths=torch.tensor([length for _, length in sequences], dtype=torch.int32),
         block_tables=tables,
+        state_reads=None,
+        state_writes=None,
         max_query_rows=max(rows for rows, _ in sequences),
         max_context_length=max(length for _, length in sequences),
     )

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from metrale_kernels import Operations
+from metrale_kernels import Operations, RaggedBatch
 from metrale_kernels.cpu import set_num_threads
+from metrale_kernels.interface import DeltaLayer, DeltaStates, Expert
 
 from tests.kernels.cases import attend, attention_case, implementations, same_bits
 
@@ -56,6 +57,101 @@ def test_row_operations(operations: Operations, dtype: torch.dtype, width: int) 
         assert same_bits(operations.add_rms_norm(x[:rows], own, weight, 1e-5), added[:rows])
         assert same_bits(own, summed[:rows])
         assert same_bits(operations.silu_and_mul(x[130 - rows :]), silu[130 - rows :])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_gates_gated_norms_and_experts(operations: Operations, dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(3)
+
+    def randn(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=generator).to(dtype)
+
+    x, gate, weight = randn(130, 6, 20), randn(130, 6, 20), randn(20)
+    flat, flat_gate, one_gate = x.flatten(1), gate.flatten(1), gate.flatten(1)[:, :1]
+    experts = [
+        Expert(operations.pack_linear([randn(2 * 24, 120)], [None]), operations.pack_linear([randn(120, 24)], [None]))
+        for _ in range(5)
+    ]
+    logits = randn(130, 5).float()
+
+    def results(rows: slice) -> list[torch.Tensor]:
+        ids, weights = operations.route_experts(logits[rows], 2, True)
+        return [
+            operations.sigmoid_and_mul(flat[rows], flat_gate[rows]),
+            operations.sigmoid_and_mul(flat[rows], one_gate[rows]),
+            operations.rms_norm_gated(x[rows], gate[rows], weight, 1e-5),
+            weights,
+            operations.apply_experts(flat[rows], ids, weights, experts),
+        ]
+
+    whole = results(slice(0, 130))
+    for rows in ROW_COUNTS:
+        for got, expected in zip(results(slice(130 - rows, 130)), whole, strict=True):
+            assert same_bits(got, expected[130 - rows :])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("key_heads", "value_heads", "key_dim", "value_dim"), [(2, 4, 16, 16), (1, 3, 12, 20)])
+def test_delta_net_in_any_chunks_among_others(
+    operations: Operations, dtype: torch.dtype, key_heads: int, value_heads: int, key_dim: int, value_dim: int
+) -> None:
+    generator = torch.Generator().manual_seed(5)
+    channels = 2 * key_heads * key_dim + value_heads * value_dim
+    layer = DeltaLayer(
+        conv=torch.randn(4, channels, generator=generator),
+        rate=-torch.rand(value_heads, generator=generator),
+        bias=torch.randn(value_heads, generator=generator),
+        key_heads=key_heads,
+        value_heads=value_heads,
+        key_dim=key_dim,
+        value_dim=value_dim,
+    )
+    length = 40
+    data = torch.randn(length, channels + 2 * value_heads, generator=generator).to(dtype)
+    noise = torch.randn(90, channels + 2 * value_heads, generator=generator).to(dtype)
+
+    def run(chunk: int, neighbours: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        states = DeltaStates(
+            torch.full((8, 3, channels), float("nan"), dtype=dtype),
+            torch.full((8, value_heads, key_dim, value_dim), float("nan")),
+        )
+        outputs = []
+        place = 0
+        for start in range(0, length, chunk):
+            rows = [data[start : start + chunk], *(noise[3 * i : 3 * i + 1 + i] for i in range(neighbours))]
+            rows = rows[1:] + rows[:1]
+            counts = [len(part) for part in rows]
+            starts = torch.tensor([0, *counts]).cumsum(0).to(torch.int32)
+            joined = torch.cat(rows)
+            positions = [torch.arange(count) for count in counts[:-1]] + [torch.arange(start, start + counts[-1])]
+            batch = RaggedBatch(
+                positions=torch.cat(positions),
+                slots=torch.zeros(len(joined), dtype=torch.int64),
+                query_starts=starts,
+                context_lengths=torch.tensor([int(part[-1]) + 1 for part in positions], dtype=torch.int32),
+                block_tables=torch.zeros(len(rows), 1, dtype=torch.int32),
+                state_reads=torch.tensor([2] * neighbours + [place]),
+                state_writes=torch.tensor([3 + i for i in range(neighbours)] + [1 - place]),
+                max_query_rows=max(counts),
+                max_context_length=length,
+            )
+            out = operations.gated_delta_net(
+                joined[:, :channels],
+                joined[:, channels : channels + value_heads],
+                joined[:, channels + value_heads :],
+                layer,
+                batch,
+                states,
+            )
+            outputs.append(out[int(starts[-2]) :])
+            place = 1 - place
+        return torch.cat(outputs), states.recurrent[place], states.conv[place]
+
+    whole = run(length, 0)
+    assert bool(torch.isfinite(whole[0]).all())
+    for chunk, neighbours in ((1, 0), (1, 3), (7, 2), (16, 1), (39, 0), (length, 4)):
+        for got, expected in zip(run(chunk, neighbours), whole, strict=True):
+            assert same_bits(got, expected)
 
 
 SHAPES = [

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from metrale_kernels.interface import RaggedBatch
 
-from metrale_async.models import CausalLanguageModel, PagedCache, PagedState
+from metrale_async.models import CausalLanguageModel, PagedCache, PagedState, RecurrentState
 
 BLOCK_SIZE = 16
 
@@ -27,6 +27,13 @@ class SequenceDriver:
             for s in layer
             if isinstance(s, PagedState)
         ]
+        self._states = [
+            torch.full((2, *s.shape), torch.nan, dtype=s.dtype)
+            for layer in model.states
+            for s in layer
+            if isinstance(s, RecurrentState)
+        ]
+        self._place = 0
         self.length = 0
 
     def step(self, token_ids: Sequence[int]) -> torch.Tensor:
@@ -39,10 +46,13 @@ class SequenceDriver:
             query_starts=torch.tensor([0, len(token_ids)], dtype=torch.int32),
             context_lengths=torch.tensor([self.length], dtype=torch.int32),
             block_tables=self._block_table,
+            state_reads=torch.tensor([self._place]),
+            state_writes=torch.tensor([1 - self._place]),
             max_query_rows=len(token_ids),
             max_context_length=self.length,
         )
-        hidden = self._model.forward(torch.tensor(token_ids, dtype=torch.int64), batch, self._caches)
+        self._place = 1 - self._place
+        hidden = self._model.forward(torch.tensor(token_ids, dtype=torch.int64), batch, self._caches, self._states)
         return self._model.logits(hidden)
 
 

@@ -76,6 +76,7 @@ def scripted_parts(
         max_batch_size=max_batch_size,
         end_token_ids=frozenset({END_TOKEN_ID}),
         sampling_defaults={},
+        kv_is_whole_state=True,
         model_digest="scripted",
         make_prefix_cache=RadixPrefixCache if prefix_caching else (lambda pool, _: NoPrefixCaching(pool)),
     )

@@ -12,8 +12,9 @@ from typing import Final
 import torch
 from torch import Tensor
 
+from metrale_kernels import experts as mixture
 from metrale_kernels.cpu.build import Build
-from metrale_kernels.interface import PackedLinear, RaggedBatch
+from metrale_kernels.interface import DeltaLayer, DeltaStates, Expert, PackedLinear, RaggedBatch
 
 TILE: Final = 32
 """Outputs in a tile of packed weights (``TILE`` in linear.c)."""
@@ -62,6 +63,9 @@ class CpuOperations:
         self._silu = _entry(build.library, "op_silu_and_mul", "QQqqqq")
         self._write = _entry(build.library, "op_write_kv", "QQQQQqqqqqqqqq")
         self._embedding = _entry(build.library, "op_embedding", "QQQqqq")
+        self._gate = _entry(build.library, "op_sigmoid_and_mul", "QQQqqqqqq")
+        self._gated_norm = _entry(build.library, "op_rms_norm_gated", "QQQQqqqqqdQq")
+        self._delta = _entry(build.library, "op_gated_delta_net", "QQQQQQQQQQQQQqqqqqqqqqq")
         self._attention = _entry(build.library, "op_attention", "QQQQQQQQqqqqqqqqqqqd")
 
     def pack_linear(self, weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> CpuLinear:
@@ -153,6 +157,80 @@ class CpuOperations:
         out = torch.empty(rows, width, dtype=gate_up.dtype)
         self._silu(gate_up.data_ptr(), out.data_ptr(), rows, width, gate_up.stride(0), _DTYPES[gate_up.dtype])
         return out
+
+    def sigmoid_and_mul(self, x: Tensor, gate: Tensor) -> Tensor:
+        rows, width = x.shape
+        out = torch.empty(rows, width, dtype=x.dtype)
+        step = 0 if gate.shape[1] == 1 and width != 1 else 1
+        self._gate(
+            x.data_ptr(),
+            gate.data_ptr(),
+            out.data_ptr(),
+            rows,
+            width,
+            x.stride(0),
+            gate.stride(0),
+            step,
+            _DTYPES[x.dtype],
+        )
+        return out
+
+    def rms_norm_gated(self, x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
+        out = torch.empty(x.shape, dtype=x.dtype)
+        self._gated_norm(
+            x.data_ptr(),
+            0,
+            weight.data_ptr(),
+            out.data_ptr(),
+            x.shape[0],
+            x.shape[1],
+            x.shape[2],
+            x.stride(0),
+            _DTYPES[x.dtype],
+            eps,
+            gate.data_ptr(),
+            gate.stride(0),
+        )
+        return out
+
+    def gated_delta_net(
+        self, mixed: Tensor, beta: Tensor, decay: Tensor, layer: DeltaLayer, batch: RaggedBatch, states: DeltaStates
+    ) -> Tensor:
+        assert batch.state_reads is not None and batch.state_writes is not None
+        assert states.conv.dtype == mixed.dtype and states.recurrent.dtype == torch.float32
+        out = torch.empty(mixed.shape[0], layer.value_heads, layer.value_dim, dtype=mixed.dtype)
+        self._delta(
+            mixed.data_ptr(),
+            beta.data_ptr(),
+            decay.data_ptr(),
+            layer.conv.data_ptr(),
+            layer.rate.data_ptr(),
+            layer.bias.data_ptr(),
+            states.conv.data_ptr(),
+            states.recurrent.data_ptr(),
+            out.data_ptr(),
+            batch.state_reads.data_ptr(),
+            batch.state_writes.data_ptr(),
+            batch.positions.data_ptr(),
+            batch.query_starts.data_ptr(),
+            batch.state_reads.shape[0],
+            layer.key_heads,
+            layer.value_heads,
+            layer.key_dim,
+            layer.value_dim,
+            layer.conv.shape[0],
+            mixed.stride(0),
+            beta.stride(0),
+            decay.stride(0),
+            _DTYPES[mixed.dtype],
+        )
+        return out
+
+    def route_experts(self, logits: Tensor, top_k: int, normalise: bool) -> tuple[Tensor, Tensor]:
+        return mixture.route(logits, top_k, normalise)
+
+    def apply_experts(self, x: Tensor, ids: Tensor, weights: Tensor, experts: Sequence[Expert]) -> Tensor:
+        return mixture.apply(self, x, ids, weights, experts)
 
     def write_kv(self, key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slots: Tensor) -> None:
         self._write(

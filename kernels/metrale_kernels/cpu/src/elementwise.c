@@ -145,6 +145,49 @@ static void silu_row(const void *args, int64_t row) {
 
 void op_silu_and_mul(const struct silu_args *a) { for_rows(silu_row, a, a->rows); }
 
+struct gate_args {
+    const void *x, *gate;
+    void *out;
+    int64_t rows, width, x_stride, gate_stride, gate_step, dtype; /* gate_step: 0 for one gate a row */
+};
+
+static void gate_row(const void *args, int64_t row) {
+    const struct gate_args *a = args;
+    for (int64_t i = 0; i < a->width; i += LANES) {
+        int64_t width = a->width - i < LANES ? a->width - i : LANES;
+        vf gate = {};
+        for (int64_t l = 0; l < width; l++) gate[l] = load1(a->gate, a->dtype, row * a->gate_stride + (i + l) * a->gate_step);
+        vf factor = 1.0f / (1.0f + exp_vf(-gate));
+        for (int64_t l = 0; l < width; l++)
+            store1(a->out, a->dtype, row * a->width + i + l, load1(a->x, a->dtype, row * a->x_stride + i + l) * factor[l]);
+    }
+}
+
+void op_sigmoid_and_mul(const struct gate_args *a) { for_rows(gate_row, a, a->rows); }
+
+struct gated_norm_args {
+    struct norm_args norm;
+    const void *gate;
+    int64_t gate_stride;
+};
+
+static void gated_norm_row(const void *args, int64_t row) {
+    const struct gated_norm_args *a = args;
+    const struct norm_args *n = &a->norm;
+    norm_row(n, row);
+    int64_t width = n->heads * n->width;
+    void *out = at(n->out, n->dtype, row * width);
+    for (int64_t i = 0; i < width; i += LANES) {
+        int64_t count = width - i < LANES ? width - i : LANES;
+        vf gate = {};
+        for (int64_t l = 0; l < count; l++) gate[l] = load1(a->gate, n->dtype, row * a->gate_stride + i + l);
+        vf factor = silu(gate);
+        for (int64_t l = 0; l < count; l++) store1(out, n->dtype, i + l, load1(out, n->dtype, i + l) * factor[l]);
+    }
+}
+
+void op_rms_norm_gated(const struct gated_norm_args *a) { for_rows(gated_norm_row, a, a->norm.rows); }
+
 struct write_args {
     const void *key, *value;
     void *key_cache, *value_cache;
