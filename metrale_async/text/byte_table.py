@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Mapping
-from typing import Any, Final
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final, Literal
 
 from tokenizers import Tokenizer as LibraryTokenizer
 
@@ -23,34 +24,57 @@ def byte_level_alphabet() -> Mapping[str, int]:
     return {chr(byte): byte for byte in printable} | {chr(256 + index): byte for index, byte in enumerate(others)}
 
 
-def bytes_of_piece(library: LibraryTokenizer) -> tuple[Callable[[str], bytes], bool]:
-    """How a vocabulary entry becomes bytes, and whether a leading space of a whole text is dropped.
+_ALPHABET: Final = byte_level_alphabet()
 
-    Raises UnsupportedModelError for a decoder that is neither byte-level nor SentencePiece-like.
-    """
+LeadingSpace = Literal["kept", "one dropped", "dropped from first token"]
+"""What becomes of the space that a tokenizer wrote before the first word of a whole text."""
+
+
+@dataclass(frozen=True, slots=True)
+class PieceReading:
+    """How entries of a vocabulary become bytes."""
+
+    byte_level: bool
+    space_mark: str = SPACE_MARK
+    byte_fallback: bool = False
+    leading_space: LeadingSpace = "kept"
+
+    def bytes_of(self, piece: str) -> bytes:
+        if self.byte_level:
+            try:
+                return bytes([_ALPHABET[character] for character in piece])
+            except KeyError:
+                return piece.encode()
+        match = _BYTE_PIECE.fullmatch(piece) if self.byte_fallback else None
+        return bytes([int(match[1], 16)]) if match else piece.replace(self.space_mark, " ").encode()
+
+
+def piece_reading(library: LibraryTokenizer) -> PieceReading:
+    """Raises UnsupportedModelError for a decoder that is neither byte-level nor SentencePiece-like."""
     decoder: Mapping[str, Any] | None = json.loads(library.to_str())["decoder"] if library.decoder else None
     steps = [] if decoder is None else decoder["decoders"] if decoder["type"] == "Sequence" else [decoder]
     kinds = [step["type"] for step in steps]
-    if "ByteLevel" in kinds:
-        return _byte_level_bytes, False
-    if kinds and set(kinds) <= {"Replace", "ByteFallback", "Fuse", "Strip", "Metaspace"}:
-        metaspace = next((step for step in steps if step["type"] == "Metaspace"), None)
-        strips = "Strip" in kinds or (metaspace is not None and metaspace.get("prepend_scheme", "always") != "never")
-        return _sentence_piece_bytes, strips
-    raise UnsupportedModelError(f"no detokenizer for a tokenizer with the decoder {' + '.join(kinds) or 'none'}")
+    if kinds and set(kinds) <= {"ByteLevel", "Fuse"}:
+        return PieceReading(byte_level=True)
+    reading = _sentence_piece_reading(steps, kinds)
+    if reading is None:
+        raise UnsupportedModelError(f"no detokenizer for a tokenizer with the decoder {' + '.join(kinds) or 'none'}")
+    return reading
 
 
-_ALPHABET: Final = byte_level_alphabet()
-
-
-def _byte_level_bytes(piece: str) -> bytes:
-    try:
-        return bytes([_ALPHABET[character] for character in piece])
-    except KeyError:
-        # An added token whose text is not in the alphabet stands for itself.
-        return piece.encode()
-
-
-def _sentence_piece_bytes(piece: str) -> bytes:
-    match = _BYTE_PIECE.fullmatch(piece)
-    return bytes([int(match[1], 16)]) if match else piece.replace(SPACE_MARK, " ").encode()
+def _sentence_piece_reading(steps: Sequence[Mapping[str, Any]], kinds: Sequence[str]) -> PieceReading | None:
+    """None where the steps are not what SentencePiece's conversions write."""
+    fallback = "ByteFallback" in kinds
+    rest = [step for step in steps if step["type"] not in ("ByteFallback", "Fuse")]
+    match rest:
+        case [{"type": "Metaspace", "replacement": mark, "prepend_scheme": scheme}]:
+            leading: LeadingSpace = "kept" if scheme == "never" else "dropped from first token"
+            return PieceReading(False, space_mark=mark, byte_fallback=fallback, leading_space=leading)
+        case [{"type": "Replace", "pattern": {"String": mark}, "content": " "}]:
+            return PieceReading(False, space_mark=mark, byte_fallback=fallback)
+        case [
+            {"type": "Replace", "pattern": {"String": mark}, "content": " "},
+            {"type": "Strip", "content": " ", "start": 1, "stop": 0},
+        ] if "Fuse" in kinds:
+            return PieceReading(False, space_mark=mark, byte_fallback=fallback, leading_space="one dropped")
+    return None

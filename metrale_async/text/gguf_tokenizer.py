@@ -6,65 +6,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
-from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, processors
+from tokenizers import AddedToken, decoders, models, normalizers
 from tokenizers import Tokenizer as LibraryTokenizer
 
 from metrale_async.errors import CheckpointError, UnsupportedModelError
 from metrale_async.text.byte_table import SPACE_MARK
+from metrale_async.text.control_tokens import set_ends
+from metrale_async.text.pre_tokenizers import WORDS_BY_PRE
 
 # ``tokenizer.ggml.token_type``
-_UNKNOWN, _CONTROL, _USER_DEFINED, _BYTE = 2, 3, 4, 6
+_NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED, _BYTE = 1, 2, 3, 4, 5, 6
 
-_LLAMA3_WORDS: Final = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
-    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
-_QWEN2_WORDS: Final = _LLAMA3_WORDS.replace(r"\p{N}{1,3}", r"\p{N}")
-_TEKKEN_WORDS: Final = (
-    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+"
-    r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*"
-    r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
-
-
-def _split(words: str) -> pre_tokenizers.PreTokenizer:
-    return pre_tokenizers.Sequence(
-        [
-            pre_tokenizers.Split(Regex(words), behavior="isolated"),
-            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
-        ]
-    )
-
-
-def _gpt2() -> pre_tokenizers.PreTokenizer:
-    return pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
-
-
-def _single_digits() -> pre_tokenizers.PreTokenizer:
-    return pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), _gpt2()])
-
-
-_PRE_TOKENIZERS: Final[Mapping[str, Callable[[], pre_tokenizers.PreTokenizer]]] = {
-    "gpt-2": _gpt2,
-    "phi-2": _gpt2,
-    "olmo": _gpt2,
-    "smollm": _single_digits,
-    "starcoder": _single_digits,
-    "refact": _single_digits,
-    "command-r": _single_digits,
-    "llama-bpe": lambda: _split(_LLAMA3_WORDS),
-    "llama3": lambda: _split(_LLAMA3_WORDS),
-    "llama-v3": lambda: _split(_LLAMA3_WORDS),
-    "qwen2": lambda: _split(_QWEN2_WORDS),
-    "deepseek-r1-qwen": lambda: _split(_QWEN2_WORDS),
-    "tekken": lambda: _split(_TEKKEN_WORDS),
-}
-_WHOLE_WORDS_FIRST: Final = frozenset({"llama-bpe", "llama3", "llama-v3", "tekken"})
-"""A word that is in the vocabulary is one token, whatever the merges say."""
-_BEGINS_WITH_BOS: Final = frozenset({"llama-bpe", "llama3", "llama-v3", "tekken"})
+_SPECIAL_KEYS: Final = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
+_TEMPLATE_KEY: Final = "tokenizer.chat_template"
 
 
 def library_tokenizer(metadata: Mapping[str, Any]) -> LibraryTokenizer:
@@ -73,111 +30,133 @@ def library_tokenizer(metadata: Mapping[str, Any]) -> LibraryTokenizer:
     tokens = _list(metadata, "tokenizer.ggml.tokens", str)
     if len(set(tokens)) != len(tokens):
         raise CheckpointError("tokenizer.ggml.tokens holds a token twice")
+    types = _types(metadata, len(tokens))
     if kind == "gpt2":
         library, begins_with_bos = _byte_level(metadata, tokens)
     elif kind == "llama":
-        library, begins_with_bos = _sentence_piece(metadata, tokens)
+        library, begins_with_bos = _sentence_piece(metadata, tokens, types), True
     else:
         raise UnsupportedModelError(f"tokenizer.ggml.model is {kind!r}; supported: gpt2, llama")
-    types = metadata.get("tokenizer.ggml.token_type") or []
-    added = [
-        AddedToken(token, special=token_type == _CONTROL, normalized=False)
-        for token, token_type in zip(tokens, types, strict=False)
-        if token_type in (_CONTROL, _USER_DEFINED)
-    ]
-    library.add_tokens(added)
-    _add_ends(library, metadata, tokens, begins_with_bos)
+    library.add_tokens(
+        [
+            AddedToken(token, special=token_type != _USER_DEFINED, normalized=False)
+            for token, token_type in zip(tokens, types, strict=True)
+            if token_type in (_UNKNOWN, _CONTROL, _USER_DEFINED) and token
+        ]
+    )
+    special = special_tokens(metadata)
+    first = special.get("bos_token") if _flag(metadata, "add_bos_token", begins_with_bos) else None
+    last = special.get("eos_token") if _flag(metadata, "add_eos_token", False) else None
+    if first or last:
+        set_ends(library, first, last)
     return library
 
 
 def special_tokens(metadata: Mapping[str, Any]) -> Mapping[str, str]:
-    """Texts of the tokens a chat template may name."""
+    """Texts of the tokens a chat template may name. Raises CheckpointError for an id outside the vocabulary."""
     tokens = _list(metadata, "tokenizer.ggml.tokens", str)
-    names = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
-    found = {name: metadata.get(f"tokenizer.ggml.{key}_token_id") for name, key in names.items()}
-    return {name: tokens[index] for name, index in found.items() if isinstance(index, int) and 0 <= index < len(tokens)}
+    found = {}
+    for name, key in _SPECIAL_KEYS.items():
+        index = metadata.get(f"tokenizer.ggml.{key}_token_id")
+        if index is None:
+            continue
+        if not isinstance(index, int) or not 0 <= index < len(tokens):
+            raise CheckpointError(
+                f"tokenizer.ggml.{key}_token_id is {index!r}; the vocabulary has {len(tokens)} tokens"
+            )
+        found[name] = tokens[index]
+    return found
+
+
+def chat_templates(metadata: Mapping[str, Any]) -> Mapping[str, str]:
+    """Templates by name; the one without a name is ``default``."""
+    found = {}
+    for key, value in metadata.items():
+        if key == _TEMPLATE_KEY or key.startswith(f"{_TEMPLATE_KEY}."):
+            if not isinstance(value, str):
+                raise CheckpointError(f"{key} is not text")
+            found[key.removeprefix(_TEMPLATE_KEY).removeprefix(".") or "default"] = value
+    return found
 
 
 def _byte_level(metadata: Mapping[str, Any], tokens: Sequence[str]) -> tuple[LibraryTokenizer, bool]:
-    pre = metadata.get("tokenizer.ggml.pre", "gpt-2")
-    if pre not in _PRE_TOKENIZERS:
-        raise UnsupportedModelError(f"tokenizer.ggml.pre is {pre!r}; supported: {', '.join(sorted(_PRE_TOKENIZERS))}")
+    # Files from before the key existed are read as llama.cpp reads them.
+    pre = metadata.get("tokenizer.ggml.pre", "default")
+    if pre not in WORDS_BY_PRE:
+        raise UnsupportedModelError(f"tokenizer.ggml.pre is {pre!r}; supported: {', '.join(sorted(WORDS_BY_PRE))}")
+    words = WORDS_BY_PRE[pre]
     merges = []
     for merge in _list(metadata, "tokenizer.ggml.merges", str):
         left, _, right = merge.partition(" ")
         merges.append((left, right))
     vocabulary = {token: index for index, token in enumerate(tokens)}
     try:
-        model = models.BPE(vocab=vocabulary, merges=merges, ignore_merges=pre in _WHOLE_WORDS_FIRST)
+        model = models.BPE(vocab=vocabulary, merges=merges, ignore_merges=words.whole_words_first)
     except Exception as error:  # the library raises a bare Exception for a merge outside the vocabulary
         raise CheckpointError(f"tokenizer.ggml.merges does not fit the vocabulary: {error}") from error
     library = LibraryTokenizer(model)
-    if pre in ("qwen2", "deepseek-r1-qwen"):
+    if words.nfc:
         library.normalizer = normalizers.NFC()
-    library.pre_tokenizer = _PRE_TOKENIZERS[pre]()
+    library.pre_tokenizer = words.pre_tokenizer()
     library.decoder = decoders.ByteLevel()
-    return library, pre in _BEGINS_WITH_BOS
+    return library, words.begins_with_bos
 
 
-def _sentence_piece(metadata: Mapping[str, Any], tokens: Sequence[str]) -> tuple[LibraryTokenizer, bool]:
+def _sentence_piece(metadata: Mapping[str, Any], tokens: Sequence[str], types: Sequence[int]) -> LibraryTokenizer:
     scores = _list(metadata, "tokenizer.ggml.scores", int | float)
-    types = metadata.get("tokenizer.ggml.token_type") or [1] * len(tokens)
-    if not len(scores) == len(types) == len(tokens):
-        raise CheckpointError("tokenizer.ggml.tokens, scores and token_type have different lengths")
+    if len(scores) != len(tokens):
+        raise CheckpointError(f"tokenizer.ggml.scores has {len(scores)} entries, tokenizer.ggml.tokens {len(tokens)}")
     vocabulary = {token: index for index, token in enumerate(tokens)}
-    normal = {
+    pieces = {
         token: score
         for token, score, token_type in zip(tokens, scores, types, strict=True)
-        if token_type not in (_UNKNOWN, _CONTROL, _USER_DEFINED, _BYTE)
+        if token_type in (_NORMAL, _UNUSED)
     }
     unknown = next((token for token, kind in zip(tokens, types, strict=True) if kind == _UNKNOWN), None)
     model = models.BPE(
-        vocab=vocabulary, merges=_merges(normal, vocabulary), unk_token=unknown, fuse_unk=True, byte_fallback=True
+        vocab=vocabulary, merges=_merges(pieces, vocabulary), unk_token=unknown, fuse_unk=True, byte_fallback=True
     )
     library = LibraryTokenizer(model)
     steps: list[normalizers.Normalizer] = [normalizers.Replace(" ", SPACE_MARK)]
     stripping: list[decoders.Decoder] = []
-    if metadata.get("tokenizer.ggml.add_space_prefix", True):
+    if _flag(metadata, "add_space_prefix", True):
         steps.insert(0, normalizers.Prepend(SPACE_MARK))
         stripping = [decoders.Strip(" ", 1, 0)]
     library.normalizer = normalizers.Sequence(steps)
     library.decoder = decoders.Sequence(
         [decoders.Replace(SPACE_MARK, " "), decoders.ByteFallback(), decoders.Fuse(), *stripping]
     )
-    return library, True
+    return library
 
 
 def _merges(scores: Mapping[str, float], vocabulary: Mapping[str, int]) -> list[tuple[str, str]]:
-    """SentencePiece merges the adjacent pair whose joined piece scores highest; as a list of merges that is every way
-    to make each piece of two, best piece first."""
+    """SentencePiece merges the adjacent pair whose joined piece scores highest, the leftmost of equals. As a list that
+    is every way to make each piece of two, best piece first; of one piece's ways the longest left part first, in which
+    order the conversions to ``tokenizer.json`` write them, too."""
     found: list[tuple[float, int, int, str, str]] = []
     for piece, score in scores.items():
         for cut in range(1, len(piece)):
             left, right = piece[:cut], piece[cut:]
-            if left in vocabulary and right in vocabulary:
-                found.append((-score, vocabulary[left], vocabulary[right], left, right))
-    found.sort(key=lambda merge: merge[0])
+            if left in scores and right in scores:
+                found.append((-score, -cut, vocabulary[piece], left, right))
+    found.sort()
     return [(left, right) for *_, left, right in found]
 
 
-def _add_ends(
-    library: LibraryTokenizer, metadata: Mapping[str, Any], tokens: Sequence[str], begins_with_bos: bool
-) -> None:
-    """The BOS and EOS tokens that encoding with special tokens adds."""
-    first: list[str] = []
-    last: list[str] = []
-    for key, default, name, place in (
-        ("add_bos_token", begins_with_bos, "bos", first),
-        ("add_eos_token", False, "eos", last),
-    ):
-        index = metadata.get(f"tokenizer.ggml.{name}_token_id")
-        if metadata.get(f"tokenizer.ggml.{key}", default) and isinstance(index, int) and 0 <= index < len(tokens):
-            place.append(tokens[index])
-    if first or last:
-        ids = [(token, tokens.index(token)) for token in dict.fromkeys(first + last)]
-        template = [*first, "$A", *last]
-        pair = [*template, *first, "$B:1", *last]
-        library.post_processor = processors.TemplateProcessing(single=template, pair=pair, special_tokens=ids)
+def _types(metadata: Mapping[str, Any], count: int) -> Sequence[int]:
+    if "tokenizer.ggml.token_type" not in metadata:
+        return [_NORMAL] * count
+    types = _list(metadata, "tokenizer.ggml.token_type", int)
+    if len(types) != count:
+        raise CheckpointError(f"tokenizer.ggml.token_type has {len(types)} entries, tokenizer.ggml.tokens {count}")
+    return types
+
+
+def _flag(metadata: Mapping[str, Any], name: str, default: bool) -> bool:
+    value = metadata.get(f"tokenizer.ggml.{name}", default)
+    if not isinstance(value, bool):
+        raise CheckpointError(f"tokenizer.ggml.{name} is {value!r}, not true or false")
+    return value
 
 
 def _list(metadata: Mapping[str, Any], key: str, item: Any) -> list[Any]:

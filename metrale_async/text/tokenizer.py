@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
@@ -14,63 +13,65 @@ from tokenizers import Tokenizer as LibraryTokenizer
 
 from metrale_async.errors import CheckpointError, InvalidRequestError
 from metrale_async.text import gguf_tokenizer
-from metrale_async.text.byte_table import bytes_of_piece
+from metrale_async.text.byte_table import LeadingSpace, PieceReading, piece_reading
 from metrale_async.text.chat_template import ChatTemplate, Message
+from metrale_async.text.control_tokens import broken_up, with_marks_removed
 from metrale_async.text.detokenizer import IncrementalDetokenizer
+from metrale_async.text.hf_tokenizer import HuggingFaceFiles
 
 MAX_INLINE_CHARS: Final = 2048
-"""Longer texts are encoded on a worker thread (the library releases the interpreter lock): the loop is never held."""
-
-_SPECIAL_NAMES: Final = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token")
+"""Longer texts are encoded on a worker thread, where the library releases the interpreter lock."""
 
 
 class Tokenizer:
     """A model's tokenizer and chat template. Reading is thread-safe."""
 
-    def __init__(self, library: LibraryTokenizer, special_tokens: Mapping[str, str], chat_template: str | None) -> None:
-        """``special_tokens``: ``bos_token``, ``eos_token`` ... to their text."""
+    def __init__(
+        self, library: LibraryTokenizer, special_tokens: Mapping[str, str], chat_templates: Mapping[str, str]
+    ) -> None:
+        """``special_tokens``: ``bos_token``, ``eos_token`` ... to their text. ``chat_templates``: by name, ``default``
+        and ``tool_use`` are known."""
+        library = with_marks_removed(library)
         library.no_truncation()
         library.no_padding()
         self._library = library
         self._special_tokens = dict(special_tokens)
-        self._piece_bytes, self._drops_leading_space = bytes_of_piece(library)
-        self._bytes: dict[int, bytes] = {}
+        added = library.get_added_tokens_decoder()
+        reading = piece_reading(library)
+        self.leading_space: LeadingSpace = reading.leading_space
+        self.bytes_by_id: Mapping[int, bytes] = _BytesById(
+            library, reading, {index: token.content for index, token in added.items()}
+        )
+        """:meth:`token_bytes` as a table: on the path of every generated token. It has an entry for every integer."""
         self.vocab_size: int = library.get_vocab_size(with_added_tokens=True)
-        self.special_token_ids = frozenset(
-            index for index, token in library.get_added_tokens_decoder().items() if token.special
+        self.special_token_ids = frozenset(index for index, token in added.items() if token.special)
+        # A token of one character has no inside to put a mark into.
+        self._control_texts = tuple(
+            token.content for token in added.values() if token.special and len(token.content) > 1
         )
         self.bos_token_id = self._special_id("bos_token")
         end = self._special_id("eos_token")
         self.eos_token_ids: tuple[int, ...] = () if end is None else (end,)
-        self.chat_template = None if chat_template is None else ChatTemplate(chat_template, special_tokens)
+        compiled = {
+            name: ChatTemplate(source, special_tokens)
+            for name, source in chat_templates.items()
+            if name in ("default", "tool_use")
+        }
+        self.chat_template = compiled.get("default")
+        self._tool_use_template = compiled.get("tool_use")
 
     @classmethod
     def from_directory(cls, directory: Path) -> Self:
         """A Hugging Face directory: tokenizer.json, and tokenizer_config.json, special_tokens_map.json and
         chat_template.jinja where they exist. Raises CheckpointError."""
-        path = directory / "tokenizer.json"
-        if not path.is_file():
-            raise CheckpointError(f"{directory.name} holds no tokenizer.json")
-        try:
-            library = LibraryTokenizer.from_file(str(path))
-        except Exception as error:  # the library raises a bare Exception for anything it cannot read
-            raise CheckpointError(f"tokenizer.json cannot be read: {error}") from error
-        config = _read_object(directory / "tokenizer_config.json")
-        named = {**_read_object(directory / "special_tokens_map.json"), **config}
-        special = {name: text for name in _SPECIAL_NAMES if (text := _token_text(named.get(name))) is not None}
-        template_file = directory / "chat_template.jinja"
-        if template_file.is_file():
-            template: str | None = template_file.read_text(encoding="utf-8")
-        else:
-            template = _default_template(config.get("chat_template"))
-        return cls(library, special, template)
+        files = HuggingFaceFiles(directory)
+        return cls(files.library_tokenizer(), files.special_tokens, files.chat_templates())
 
     @classmethod
     def from_gguf_metadata(cls, metadata: Mapping[str, Any]) -> Self:
         """The ``tokenizer.*`` keys of a GGUF file. Raises CheckpointError or UnsupportedModelError."""
         library = gguf_tokenizer.library_tokenizer(metadata)
-        template = metadata.get("tokenizer.chat_template")
-        return cls(library, gguf_tokenizer.special_tokens(metadata), template if isinstance(template, str) else None)
+        return cls(library, gguf_tokenizer.special_tokens(metadata), gguf_tokenizer.chat_templates(metadata))
 
     # Text to tokens
 
@@ -78,14 +79,10 @@ class Tokenizer:
         """Token ids of ``text``. ``add_special_tokens`` puts BOS (and EOS) where the model expects them; without
         ``parse_special_tokens`` the text of a special token is ordinary text.
 
-        Raises InvalidRequestError for text that is not Unicode (lone surrogates).
+        Raises InvalidRequestError for text that is not Unicode (lone surrogates) or holds reserved code points.
         """
-        library = self._library if parse_special_tokens else self._plain_library
-        try:
-            ids: list[int] = library.encode(text, add_special_tokens=add_special_tokens).ids
-        except (UnicodeEncodeError, TypeError) as error:
-            raise InvalidRequestError(f"the text is not valid Unicode: {error}", param="prompt") from error
-        return ids
+        marked = broken_up(text, () if parse_special_tokens else self._control_texts, param="prompt")
+        return self._encode(marked, add_special_tokens, "prompt")
 
     async def encode_async(
         self, text: str, *, add_special_tokens: bool, parse_special_tokens: bool = True
@@ -107,9 +104,13 @@ class Tokenizer:
         variables: Mapping[str, Any] | None = None,
         add_special_tokens: bool = False,
     ) -> list[int]:
-        """Render messages with the model's template and encode the result, on a worker thread. Templates write BOS
-        themselves, so it is not added again. Raises InvalidRequestError, also when the model has no template."""
-        template = self.chat_template
+        """Render messages with the model's template and encode the result, on a worker thread.
+
+        Templates write BOS themselves, so it is not added again. Control tokens come from the template alone: their
+        text in messages, tools and variables is ordinary text. Raises InvalidRequestError, also when the model has no
+        template.
+        """
+        template = self._tool_use_template if tools and self._tool_use_template else self.chat_template
         if template is None:
             raise InvalidRequestError(
                 "this model has no chat template; use /v1/completions, or a model with a template", param="messages"
@@ -117,51 +118,51 @@ class Tokenizer:
 
         def work() -> list[int]:
             text = template.render(
-                messages,
-                tools=tools,
+                broken_up(messages, self._control_texts, param="messages"),
+                tools=broken_up(tools, self._control_texts, param="tools"),
                 add_generation_prompt=add_generation_prompt,
                 continue_final_message=continue_final_message,
-                variables=variables,
+                variables=broken_up(variables, self._control_texts, param="chat_template_kwargs"),
             )
-            return self.encode(text, add_special_tokens=add_special_tokens)
+            return self._encode(text, add_special_tokens, "messages")
 
         return await anyio.to_thread.run_sync(work)
+
+    def _encode(self, marked: str, add_special_tokens: bool, param: str) -> list[int]:
+        try:
+            if len(marked) <= MAX_INLINE_CHARS:
+                ids: list[int] = self._library.encode(marked, add_special_tokens=add_special_tokens).ids
+            else:
+                # Encoding one text keeps the interpreter lock from start to end: half a second for a megabyte, in
+                # which the loop stands still. Encoding a batch does not. Short texts do not go this way, since a batch
+                # waits for the library's thread pool, which others' long texts may be using.
+                ids = self._library.encode_batch_fast([marked], add_special_tokens=add_special_tokens)[0].ids
+        except TypeError as error:  # what the library makes of a str that it cannot turn into UTF-8
+            raise InvalidRequestError(
+                "the text is not valid Unicode: it holds half of a surrogate pair", param=param
+            ) from error
+        return ids
 
     # Tokens to text
 
     def decode(self, token_ids: Iterable[int], *, skip_special_tokens: bool = True) -> str:
         """The text of a whole sequence of tokens."""
-        detokenizer = IncrementalDetokenizer(self, skip_special_tokens=skip_special_tokens)
-        text = "".join(map(detokenizer.push, token_ids)) + detokenizer.flush()
-        return text.removeprefix(" ") if self._drops_leading_space else text
+        detokenizer = IncrementalDetokenizer(self, skip_special_tokens=skip_special_tokens, prefix_ids=())
+        return "".join(map(detokenizer.push, token_ids)) + detokenizer.flush()
 
     def token_bytes(self, token_id: int) -> bytes:
         """The bytes one token stands for; they may be part of a character. Empty for ids the tokenizer has no text
         for."""
-        return self.bytes_to_decode(token_id)
+        return self.bytes_by_id[token_id]
 
     def token_text(self, token_id: int) -> str:
         """The text of one token; bytes that are no whole character read U+FFFD."""
-        return self.bytes_to_decode(token_id).decode(errors="replace")
-
-    def bytes_to_decode(self, token_id: int) -> bytes:
-        """:meth:`token_bytes`, by table: on the path of every generated token."""
-        known = self._bytes.get(token_id)
-        if known is None:
-            piece = self._library.id_to_token(token_id) if token_id >= 0 else None
-            known = self._bytes[token_id] = b"" if piece is None else self._piece_bytes(piece)
-        return known
+        return self.bytes_by_id[token_id].decode(errors="replace")
 
     @cached_property
     def digest(self) -> str:
         """SHA-256 of everything that determines tokenization."""
         return hashlib.sha256(self._library.to_str().encode()).hexdigest()
-
-    @cached_property
-    def _plain_library(self) -> LibraryTokenizer:
-        plain = LibraryTokenizer.from_str(self._library.to_str())
-        plain.encode_special_tokens = True
-        return plain
 
     def _special_id(self, name: str) -> int | None:
         text = self._special_tokens.get(name)
@@ -173,28 +174,23 @@ class Tokenizer:
         return int(index)
 
 
-def _read_object(path: Path) -> dict[str, Any]:
-    if not path.is_file():
-        return {}
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise CheckpointError(f"{path.name} is not JSON: {error}") from error
-    if not isinstance(value, dict):
-        raise CheckpointError(f"{path.name} is not a JSON object")
-    return value
+class _BytesById(dict[int, bytes]):
+    """Fills itself, entry by entry; a hit costs no call."""
 
+    def __init__(self, library: LibraryTokenizer, reading: PieceReading, added: Mapping[int, str]) -> None:
+        super().__init__()
+        self._library = library
+        self._reading = reading
+        self._added = added
+        self._size = library.get_vocab_size(with_added_tokens=True)
 
-def _token_text(value: Any) -> str | None:
-    """A special token as configs write it: its text, or an object that holds it."""
-    if isinstance(value, dict):
-        value = value.get("content")
-    return value if isinstance(value, str) else None
-
-
-def _default_template(value: Any) -> str | None:
-    """One template, or a list of named ones of which ``default`` is meant."""
-    if isinstance(value, list):
-        named = {entry.get("name"): entry.get("template") for entry in value if isinstance(entry, dict)}
-        value = named.get("default")
-    return value if isinstance(value, str) else None
+    def __missing__(self, token_id: int) -> bytes:
+        if self._reading.byte_level and token_id in self._added:
+            # An added token's text is not written in the alphabet of bytes, even where its characters belong to it.
+            found = self._added[token_id].encode()
+        else:
+            piece = self._library.id_to_token(token_id) if 0 <= token_id < 2**32 else None
+            found = b"" if piece is None else self._reading.bytes_of(piece)
+        if 0 <= token_id < self._size:
+            self[token_id] = found
+        return found

@@ -101,12 +101,25 @@ def test_a_list_of_text_parts_becomes_text_for_templates_that_expect_it() -> Non
         ChatTemplate(CHATML, {}).render(picture)
 
 
-def test_the_final_message_can_be_continued() -> None:
-    chat = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "Well, "}]
-    rendered = ChatTemplate(CHATML, {}).render(chat, add_generation_prompt=False, continue_final_message=True)
-    assert rendered.endswith("<|im_start|>assistant\nWell,")
+@pytest.mark.parametrize("name", ["chatml", "llama", "mistral", "parts"])
+@pytest.mark.parametrize("text", ["Well,", "Well, ", " Well,\n", "a\n\nb  "])
+def test_the_final_message_is_continued_as_in_transformers(name: str, text: str) -> None:
+    chat = [{"role": "user", "content": "hi Well, "}, {"role": "assistant", "content": text}]
+    ours = ChatTemplate(TEMPLATES[name], SPECIAL).render(chat, add_generation_prompt=False, continue_final_message=True)
+    theirs, _ = render_jinja_template([chat], chat_template=TEMPLATES[name], continue_final_message=True, **SPECIAL)
+    assert ours == theirs[0]
+
+
+def test_a_message_that_cannot_be_continued_is_refused() -> None:
+    chat = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "Well"}]
     with pytest.raises(InvalidRequestError, match="add_generation_prompt"):
         ChatTemplate(CHATML, {}).render(chat, continue_final_message=True)
+    with pytest.raises(InvalidRequestError, match="cannot be continued"):
+        ChatTemplate("{{ messages[-1].content[0] }}", {}).render(
+            chat, add_generation_prompt=False, continue_final_message=True
+        )
+    with pytest.raises(InvalidRequestError, match="last message with text"):
+        ChatTemplate(CHATML, {}).render([], add_generation_prompt=False, continue_final_message=True)
 
 
 @pytest.mark.parametrize(
