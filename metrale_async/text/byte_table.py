@@ -48,6 +48,15 @@ class PieceReading:
         match = _BYTE_PIECE.fullmatch(piece) if self.byte_fallback else None
         return bytes([int(match[1], 16)]) if match else piece.replace(self.space_mark, " ").encode()
 
+    def bytes_of_first(self, piece: str) -> bytes:
+        """The piece at the very beginning of a whole text."""
+        match self.leading_space:
+            case "dropped from first token":
+                return self.bytes_of(piece.replace(self.space_mark, ""))
+            case "one dropped":
+                return self.bytes_of(piece).removeprefix(b" ")
+        return self.bytes_of(piece)
+
 
 def piece_reading(library: LibraryTokenizer) -> PieceReading:
     """Raises UnsupportedModelError for a decoder that is neither byte-level nor SentencePiece-like."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import codecs
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Final
 
 if TYPE_CHECKING:
@@ -29,32 +29,27 @@ class IncrementalDetokenizer:
         self._bytes = tokenizer.bytes_by_id
         self._skip = tokenizer.special_token_ids if skip_special_tokens else frozenset[int]()
         self._decode = _utf8_decoder(errors="replace").decode
-        self._leading_space = "kept"
+        self._bytes_of_first: Callable[[int], bytes] | None = None
         if prefix_ids is not None:
             context = self._end_of(prefix_ids)
             if context:
                 self._decode(context)
-            else:
-                self._leading_space = tokenizer.leading_space
+            elif tokenizer.drops_leading_space:
+                self._bytes_of_first = tokenizer.bytes_of_first
 
     def push(self, token_id: int) -> str:
         """The text that ``token_id`` completes; often empty within a character."""
         if token_id in self._skip:
             return ""
         data = self._bytes[token_id]
-        if self._leading_space != "kept":
-            data = self._begin(data)
+        if self._bytes_of_first is not None and data:
+            data = self._bytes_of_first(token_id)
+            self._bytes_of_first = None
         return self._decode(data)
 
     def flush(self) -> str:
         """The text ends here: an incomplete character reads U+FFFD."""
         return self._decode(b"", True)
-
-    def _begin(self, data: bytes) -> bytes:
-        if not data:
-            return data
-        every, self._leading_space = self._leading_space == "dropped from first token", "kept"
-        return data.replace(b" ", b"") if every else data.removeprefix(b" ")
 
     def _end_of(self, prefix_ids: Sequence[int]) -> bytes:
         """As many of the last visible bytes as an incomplete character can have."""

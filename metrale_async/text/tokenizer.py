@@ -13,7 +13,7 @@ from tokenizers import Tokenizer as LibraryTokenizer
 
 from metrale_async.errors import CheckpointError, InvalidRequestError
 from metrale_async.text import gguf_tokenizer
-from metrale_async.text.byte_table import LeadingSpace, PieceReading, piece_reading
+from metrale_async.text.byte_table import PieceReading, piece_reading
 from metrale_async.text.chat_template import ChatTemplate, Message
 from metrale_async.text.control_tokens import broken_up, with_marks_removed
 from metrale_async.text.detokenizer import IncrementalDetokenizer
@@ -38,7 +38,8 @@ class Tokenizer:
         self._special_tokens = dict(special_tokens)
         added = library.get_added_tokens_decoder()
         reading = piece_reading(library)
-        self.leading_space: LeadingSpace = reading.leading_space
+        self._reading = reading
+        self.drops_leading_space = reading.leading_space != "kept"
         self.bytes_by_id: Mapping[int, bytes] = _BytesById(
             library, reading, {index: token.content for index, token in added.items()}
         )
@@ -155,6 +156,11 @@ class Tokenizer:
         for."""
         return self.bytes_by_id[token_id]
 
+    def bytes_of_first(self, token_id: int) -> bytes:
+        """The bytes of a token that begins a whole text: without the space that the tokenizer wrote there."""
+        piece = self._library.id_to_token(token_id) if 0 <= token_id < self.vocab_size else None
+        return b"" if piece is None else self._reading.bytes_of_first(piece)
+
     def token_text(self, token_id: int) -> str:
         """The text of one token; bytes that are no whole character read U+FFFD."""
         return self.bytes_by_id[token_id].decode(errors="replace")
@@ -189,7 +195,7 @@ class _BytesById(dict[int, bytes]):
             # An added token's text is not written in the alphabet of bytes, even where its characters belong to it.
             found = self._added[token_id].encode()
         else:
-            piece = self._library.id_to_token(token_id) if 0 <= token_id < 2**32 else None
+            piece = self._library.id_to_token(token_id) if 0 <= token_id < self._size else None
             found = b"" if piece is None else self._reading.bytes_of(piece)
         if 0 <= token_id < self._size:
             self[token_id] = found
