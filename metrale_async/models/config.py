@@ -42,8 +42,9 @@ _UNSUPPORTED_FEATURES: Final[Mapping[str, tuple[Any, ...]]] = {
     "alibi": (False,),
     "rope_interleaved": (False,),
     "use_parallel_residual": (False,),
+    "attn_output_gate": (True,),
+    "output_gate_type": ("swish", "silu"),
     "compress_ratios": ([],),
-    "vision_config": (),
     "audio_config": (),
     "adapter_config": (),
     "is_encoder_decoder": (False,),
@@ -73,6 +74,8 @@ class DeltaConfig:
     key_dim: int
     value_dim: int
     conv_kernel: int
+    projections: Literal["by head", "by kind"]
+    """See ``Family.delta_projections``."""
 
     @property
     def channels(self) -> int:
@@ -88,6 +91,7 @@ class ModelConfig:
     vocab_size: int
     hidden_size: int
     intermediate_size: int
+    """Of the feed-forward blocks without experts; 0 if there are none."""
     num_hidden_layers: int
     num_attention_heads: int
     num_key_value_heads: int
@@ -116,6 +120,9 @@ class ModelConfig:
     delta: DeltaConfig | None = None
     """What layers of type ``linear_attention`` are."""
     ignored_prefixes: tuple[str, ...] = ()
+    """Tensors whose names begin so are left alone."""
+    text_prefix: str | None = None
+    """Beginning of tensor names that stands for ``model.``, where the checkpoint has more beside its language model."""
 
     def window_of(self, layer: int) -> int | None:
         """Tokens layer ``layer`` attends to, itself included; None is all of them."""
@@ -129,6 +136,7 @@ class ModelConfig:
         CheckpointError for a value that is missing, of the wrong type or in contradiction to another.
         """
         family = family_of(raw.get("model_type"))
+        raw = _language_model(raw, family)
         _refuse_unsupported(raw, family)
         hidden_size = positive_int(raw, "hidden_size")
         heads = positive_int(raw, "num_attention_heads")
@@ -144,6 +152,7 @@ class ModelConfig:
             {"partial_rotary_factor": family.default_partial_rotary, **raw},
             head_dim,
             positive_int(raw, "max_position_embeddings", 2048),
+            sections=family.rotary_sections,
         )
         if family.delta_net:
             layer_types, window = _layer_types_with_delta_nets(raw, layers), None
@@ -154,7 +163,7 @@ class ModelConfig:
             model_type=family.model_type,
             vocab_size=positive_int(raw, "vocab_size"),
             hidden_size=hidden_size,
-            intermediate_size=positive_int(raw, "intermediate_size"),
+            intermediate_size=positive_int(raw, "intermediate_size") if len(sparse_layers) < layers else 0,
             num_hidden_layers=layers,
             num_attention_heads=heads,
             num_key_value_heads=kv_heads,
@@ -174,17 +183,41 @@ class ModelConfig:
             zero_centred_norms=family.zero_centred_norms,
             experts=experts,
             sparse_layers=sparse_layers,
-            delta=_delta(raw) if "linear_attention" in layer_types else None,
+            delta=_delta(raw, family) if "linear_attention" in layer_types else None,
             ignored_prefixes=family.ignored_prefixes,
+            text_prefix="model.language_model." if family.has_images else None,
         )
+
+
+def _language_model(raw: Mapping[str, Any], family: Family) -> Mapping[str, Any]:
+    """The keys that describe the language model: all of them, or those under ``text_config`` and what holds for the
+    whole checkpoint."""
+    if not family.has_images:
+        if raw.get("vision_config") is not None:
+            raise UnsupportedModelError("config: vision_config asks for a feature that is not supported")
+        return raw
+    text = raw.get("text_config")
+    if text is None:
+        return raw
+    if not isinstance(text, dict):
+        raise CheckpointError(f"config: text_config is {text!r}; allowed: an object")
+    if text.get("model_type", family.model_type) not in (family.model_type, f"{family.model_type}_text"):
+        raise UnsupportedModelError(
+            f"config: text_config has the model type {text['model_type']!r}, which does not belong to "
+            f"{family.model_type!r}"
+        )
+    whole = {
+        key: value for key, value in raw.items() if value is not None and key not in ("text_config", "vision_config")
+    }
+    return {**text, **whole}
 
 
 def _refuse_unsupported(raw: Mapping[str, Any], family: Family) -> None:
     architectures = raw.get("architectures")
-    if architectures and family.architecture not in architectures:
+    if architectures and not set(architectures) & set(family.architectures):
         raise UnsupportedModelError(
             f"architectures {architectures!r} is not supported for model type {family.model_type!r}; "
-            f"supported: {family.architecture}"
+            f"supported: {', '.join(family.architectures)}"
         )
     for key, neutral in _UNSUPPORTED_FEATURES.items():
         value = raw.get(key)
@@ -279,13 +312,14 @@ def _layer_types_with_delta_nets(raw: Mapping[str, Any], layers: int) -> tuple[L
     return tuple(explicit)
 
 
-def _delta(raw: Mapping[str, Any]) -> DeltaConfig:
+def _delta(raw: Mapping[str, Any], family: Family) -> DeltaConfig:
     delta = DeltaConfig(
         key_heads=positive_int(raw, "linear_num_key_heads", 16),
         value_heads=positive_int(raw, "linear_num_value_heads", 32),
         key_dim=positive_int(raw, "linear_key_head_dim", 128),
         value_dim=positive_int(raw, "linear_value_head_dim", 128),
         conv_kernel=positive_int(raw, "linear_conv_kernel_dim", 4),
+        projections=family.delta_projections,
     )
     if delta.value_heads % delta.key_heads:
         raise CheckpointError(

@@ -18,9 +18,17 @@ def delta_net_shapes(config: ModelConfig, prefix: str) -> Mapping[str, tuple[int
     delta = config.delta
     assert delta is not None
     value_size = delta.value_heads * delta.value_dim
+    if delta.projections == "by head":
+        projections = {"in_proj_qkvz": delta.channels + value_size, "in_proj_ba": 2 * delta.value_heads}
+    else:
+        projections = {
+            "in_proj_qkv": delta.channels,
+            "in_proj_z": value_size,
+            "in_proj_b": delta.value_heads,
+            "in_proj_a": delta.value_heads,
+        }
     return {
-        f"{prefix}.in_proj_qkvz.weight": (delta.channels + value_size, config.hidden_size),
-        f"{prefix}.in_proj_ba.weight": (2 * delta.value_heads, config.hidden_size),
+        **{f"{prefix}.{name}.weight": (rows, config.hidden_size) for name, rows in projections.items()},
         f"{prefix}.conv1d.weight": (delta.channels, 1, delta.conv_kernel),
         f"{prefix}.dt_bias": (delta.value_heads,),
         f"{prefix}.A_log": (delta.value_heads,),
@@ -38,15 +46,20 @@ class GatedDeltaNet:
         self._operations = operations
         self._delta = delta
         self._eps = config.rms_norm_eps
-        parts = _by_kind(weights.take(f"{prefix}.in_proj_qkvz.weight"), delta)
-        gates = weights.take(f"{prefix}.in_proj_ba.weight").view(delta.key_heads, 2, -1, config.hidden_size)
         # Queries, keys and values first: the convolution's channels; then the output gate, write strength and decay.
-        rows = [*parts, gates[:, 0].flatten(0, 1), gates[:, 1].flatten(0, 1)]
-        self._projection = weights.pack([part.contiguous() for part in rows], [None] * len(rows))
+        if delta.projections == "by head":
+            qkvz = _by_kind(weights.take(f"{prefix}.in_proj_qkvz.weight"), delta)
+            gates = weights.take(f"{prefix}.in_proj_ba.weight").view(delta.key_heads, 2, -1, config.hidden_size)
+            rows = [part.contiguous() for part in (*qkvz, gates[:, 0].flatten(0, 1), gates[:, 1].flatten(0, 1))]
+            self._projection = weights.pack(rows, [None] * len(rows))
+        else:
+            self._projection = weights.linear(
+                *(f"{prefix}.in_proj_{kind}" for kind in ("qkv", "z", "b", "a")), bias=False
+            )
         self._layer = DeltaLayer(
-            conv=weights.take(f"{prefix}.conv1d.weight").float()[:, 0].T.contiguous(),
-            rate=-weights.take(f"{prefix}.A_log").float().exp(),
-            bias=weights.take(f"{prefix}.dt_bias").float(),
+            conv=weights.constant(f"{prefix}.conv1d.weight")[:, 0].T.contiguous(),
+            rate=-weights.constant(f"{prefix}.A_log").exp(),
+            bias=weights.constant(f"{prefix}.dt_bias"),
             key_heads=delta.key_heads,
             value_heads=delta.value_heads,
             key_dim=delta.key_dim,

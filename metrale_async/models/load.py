@@ -11,6 +11,7 @@ import torch
 from metrale_kernels.interface import Operations
 
 from metrale_async.errors import CheckpointError, ConfigurationError
+from metrale_async.models.checkpoint_layout import LanguageModelWeights
 from metrale_async.models.config import ModelConfig
 from metrale_async.models.decoder import Decoder, decoder_shapes
 from metrale_async.models.digest import model_digest
@@ -114,7 +115,7 @@ def _open_checkpoint(source: ModelSource) -> _Checkpoint:
         defaults = generation_defaults_from_gguf(file.metadata, config)
         return _Checkpoint(config, defaults, GgufWeights(file, config), [source.path])
     config = load_config(source)
-    weights = SafetensorsWeights(source.path)
+    weights = LanguageModelWeights(SafetensorsWeights(source.path), config.text_prefix)
     return _Checkpoint(config, generation_defaults_from_hf(source.path, config), weights, weights.files)
 
 

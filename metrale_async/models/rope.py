@@ -43,6 +43,7 @@ _KNOWN_KEYS: Final[Mapping[RopeKind, frozenset[str]]] = {
     ),
 }
 _COMMON_KEYS: Final = frozenset({"rope_type", "type", "rope_theta", "partial_rotary_factor"})
+_SECTION_KEYS: Final = frozenset({"mrope_section", "mrope_interleaved"})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,12 +68,13 @@ class RopeParameters:
 
 
 def rope_parameters_from_hf(
-    config: Mapping[str, Any], head_dim: int, max_position_embeddings: int
+    config: Mapping[str, Any], head_dim: int, max_position_embeddings: int, *, sections: bool = False
 ) -> tuple[RopeParameters, int]:
     """Read ``rope_parameters`` (transformers 5) or ``rope_theta`` and ``rope_scaling`` (before).
 
     Returns the parameters and the longest sequence the model is good for: ``max_position_embeddings``, times ``factor``
     for linear, and at least ``original_max_position_embeddings`` times ``factor`` for YaRN, as these configs mean it.
+    With ``sections``, a config may say which pairs turn with time, height or width: in a text all three are one.
     Raises UnsupportedModelError for a kind or key this module has no code for, CheckpointError for a wrong value.
     """
     raw = config.get("rope_scaling") or config.get("rope_parameters") or {}
@@ -83,7 +85,8 @@ def rope_parameters_from_hf(
         nested = [key for key, value in raw.items() if isinstance(value, dict)]
         what = f"rope parameters per layer type ({', '.join(nested)})" if nested else f"rope type {kind!r}"
         raise UnsupportedModelError(f"{what} is not supported; supported rope types: {', '.join(_KNOWN_KEYS)}")
-    known = _COMMON_KEYS.union(*_KNOWN_KEYS.values())  # real configs carry left-overs of kinds they do not use
+    # Real configs carry left-overs of kinds they do not use.
+    known = _COMMON_KEYS.union(*_KNOWN_KEYS.values(), _SECTION_KEYS if sections else ())
     for key, value in raw.items():
         if key not in known and value is not None:
             raise UnsupportedModelError(f"rope parameter {key!r} of rope type {kind!r} is not supported")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Final
 
@@ -48,13 +48,20 @@ class SafetensorsWeights:
         return self._entries
 
     def read(self, name: str, dtype: torch.dtype) -> Tensor:
+        return self._read(name, dtype, lambda handle: handle.get_tensor(name))
+
+    def read_rows(self, name: str, matrix: int, rows: slice, dtype: torch.dtype) -> Tensor:
+        """Some rows of one matrix of a stack [matrices, rows, columns], without reading the others."""
+        return self._read(name, dtype, lambda handle: handle.get_slice(name)[matrix, rows])
+
+    def _read(self, name: str, dtype: torch.dtype, get: Callable[[Any], Tensor]) -> Tensor:
         entry = self._entries[name]
         if entry.dtype_name not in _DTYPE_BYTES:
             raise CheckpointError(
                 f"tensor {name} in {entry.file} has the type {entry.dtype_name}; allowed: {', '.join(_DTYPE_BYTES)}"
             )
         try:
-            stored: Tensor = self._handles[entry.file].get_tensor(name)
+            stored = get(self._handles[entry.file])
         except SafetensorError as error:
             raise CheckpointError(f"tensor {name} in {entry.file} cannot be read: {error}") from error
         # A copy even where the type fits: weights must not change under a server when the file on disk does.

@@ -124,6 +124,12 @@ class WeightReader:
         """One tensor that the caller makes something else of; what comes of it is counted where it is packed."""
         return self._read(name)
 
+    def constant(self, name: str) -> Tensor:
+        """A small tensor in float32 whatever the model's dtype; the checkpoint may store it more exactly than that."""
+        tensor = self._read(name, torch.float32)
+        self.weight_bytes += tensor.nbytes
+        return tensor
+
     def linear(self, *modules: str, bias: bool) -> PackedLinear:
         """``<module>.weight`` (and ``.bias``) of several modules fused into one layer, outputs in the order given."""
         weights = [self._read(f"{module}.weight") for module in modules]
@@ -141,9 +147,9 @@ class WeightReader:
         if self._unread:
             raise CheckpointError(f"tensors were checked but not loaded: {_some(list(self._unread))}")
 
-    def _read(self, name: str) -> Tensor:
+    def _read(self, name: str, dtype: torch.dtype | None = None) -> Tensor:
         del self._unread[name]
-        tensor = self._source.read(name, self.dtype).to(self.device)
+        tensor = self._source.read(name, dtype or self.dtype).to(self.device)
         self._done_bytes += self._source.tensors[name].nbytes
         if self._progress is not None:
             self._progress(self._done_bytes, self._total_bytes)

@@ -175,3 +175,98 @@ def test_a_missing_or_wrong_value_is_refused_with_its_key(changes: dict[str, Any
     with pytest.raises(CheckpointError) as raised:
         read(**changes)
     assert named in str(raised.value)
+
+
+HYBRID: dict[str, Any] = {
+    "num_attention_heads": 4,
+    "head_dim": 8,
+    "num_hidden_layers": 8,
+    "num_experts": 6,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 16,
+    "shared_expert_intermediate_size": 24,
+}
+ARCHITECTURES |= {
+    "qwen3_moe": "Qwen3MoeForCausalLM",
+    "qwen3_next": "Qwen3NextForCausalLM",
+    "qwen3_5": "Qwen3_5ForConditionalGeneration",
+    "qwen3_5_text": "Qwen3_5ForCausalLM",
+    "qwen3_5_moe": "Qwen3_5MoeForConditionalGeneration",
+    "qwen3_5_moe_text": "Qwen3_5MoeForCausalLM",
+}
+
+
+def hybrid(model_type: str = "qwen3_next", **changes: Any) -> ModelConfig:
+    return read(model_type, **{**HYBRID, **changes})
+
+
+def test_a_hybrid_is_read_as_it_says() -> None:
+    config = hybrid(linear_num_key_heads=2, linear_num_value_heads=6, linear_key_head_dim=12, linear_value_head_dim=20)
+    assert config.layer_types == (("linear_attention",) * 3 + ("full_attention",)) * 2
+    assert config.attention_gate and config.zero_centred_norms and config.query_key_norm
+    assert config.rope.rotary_dim == 2
+    assert config.delta is not None and config.experts is not None
+    assert config.delta.channels == 2 * 2 * 12 + 6 * 20
+    assert (config.delta.conv_kernel, config.delta.projections) == (4, "by head")
+    assert (config.experts.num_experts, config.experts.experts_per_token) == (6, 2)
+    assert config.experts.normalise_weights
+    assert config.sparse_layers == frozenset(range(8))
+
+
+def test_which_layers_have_experts() -> None:
+    assert hybrid("qwen3_moe", decoder_sparse_step=2).sparse_layers == {1, 3, 5, 7}
+    assert hybrid("qwen3_moe", mlp_only_layers=[0, 3]).sparse_layers == {1, 2, 4, 5, 6, 7}
+    assert not hybrid("qwen3_moe").experts.normalise_weights  # type: ignore[union-attr]
+    # Only a layer without experts needs to know how wide it is.
+    assert hybrid("qwen3_5_moe_text", intermediate_size=...).intermediate_size == 0
+    with pytest.raises(CheckpointError, match="intermediate_size is missing"):
+        hybrid(mlp_only_layers=[1], intermediate_size=...)
+
+
+def test_layers_with_attention_are_named_or_evenly_spaced() -> None:
+    assert hybrid(full_attention_interval=3).layer_types.count("full_attention") == 2
+    named = ["full_attention"] + ["linear_attention"] * 7
+    assert hybrid(layer_types=named, full_attention_interval=3).layer_types == tuple(named)
+
+
+@pytest.mark.parametrize("model_type", ["qwen3_5", "qwen3_5_moe"])
+def test_the_language_model_beside_images_is_read_from_its_own_part(model_type: str) -> None:
+    experts = {} if model_type == "qwen3_5" else HYBRID
+    flat_type = f"{model_type}_text"
+    text = {**CONFIG, **experts, "model_type": flat_type, "eos_token_id": 7, "tie_word_embeddings": False}
+    del text["architectures"]
+    whole = {"model_type": model_type, "architectures": [ARCHITECTURES[model_type]], "vision_config": {"depth": 1}}
+    flat = ModelConfig.from_hf(text)
+    nested = ModelConfig.from_hf({**whole, "text_config": text})
+    assert nested.model_type == model_type
+    assert (nested.layer_types, nested.eos_token_ids, nested.text_prefix) == (flat.layer_types, (7,), flat.text_prefix)
+    # What the whole checkpoint says goes before its part, as in the class that has both.
+    assert ModelConfig.from_hf({**whole, "text_config": text, "tie_word_embeddings": True}).tie_word_embeddings
+    with pytest.raises(UnsupportedModelError, match="quantization_config"):
+        ModelConfig.from_hf({**whole, "text_config": text, "quantization_config": {"bits": 4}})
+    with pytest.raises(UnsupportedModelError, match="text_config has the model type 'llama'"):
+        ModelConfig.from_hf({**whole, "text_config": {**text, "model_type": "llama"}})
+    with pytest.raises(CheckpointError, match="text_config is 3; allowed: an object"):
+        ModelConfig.from_hf({**whole, "text_config": 3})
+
+
+@pytest.mark.parametrize(
+    ("model_type", "changes", "message"),
+    [
+        ("qwen3_next", {"linear_num_key_heads": 3, "linear_num_value_heads": 4}, "4 is not a multiple of"),
+        ("qwen3_next", {"num_experts_per_tok": 7}, "num_experts_per_tok is 7; allowed: an integer from 1 to 6"),
+        ("qwen3_next", {"num_experts": None}, "num_local_experts is missing"),
+        ("qwen3_next", {"attn_output_gate": False}, "attn_output_gate = False"),
+        ("qwen3_5_text", {"output_gate_type": "sigmoid", "num_experts": None}, "output_gate_type = 'sigmoid'"),
+        ("qwen3_5_text", {}, "num_experts = 6 asks"),
+        ("qwen3_next", {"layer_types": ["linear_attention"] * 7}, "layer_types must name the type of each of the 8"),
+        ("qwen3_next", {"layer_types": ["sliding_attention"] * 8}, "layer type 'sliding_attention'"),
+        ("qwen3_next", {"mlp_only_layers": "all"}, "mlp_only_layers is 'all'"),
+        ("qwen3_next", {"rope_scaling": {"mrope_section": [1, 1, 1]}}, "mrope_section"),
+        ("qwen3_next", {"full_attention_interval": 0}, "full_attention_interval is 0"),
+        ("qwen3_next", {"linear_conv_kernel_dim": 0}, "linear_conv_kernel_dim is 0"),
+    ],
+)
+def test_a_hybrid_that_cannot_be_is_refused_by_name(model_type: str, changes: dict[str, Any], message: str) -> None:
+    with pytest.raises((CheckpointError, UnsupportedModelError), match=message):
+        hybrid(model_type, **changes)

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedModel
 
 VOCAB_SIZE = 211
 
@@ -19,6 +19,7 @@ _LLAMA3 = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 64,
 }
+_SECTIONS = {"mrope_section": [1, 1, 1], "mrope_interleaved": True, "partial_rotary_factor": 0.25}
 _YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128}
 
 
@@ -48,8 +49,12 @@ def _experts(count: int, per_token: int, **more: Any) -> dict[str, Any]:
 
 
 def _hybrid(**more: Any) -> dict[str, Any]:
+    return {**_experts(5, 2, shared_expert_intermediate_size=48), **_dense_hybrid(**more)}
+
+
+def _dense_hybrid(**more: Any) -> dict[str, Any]:
     return {
-        **_experts(5, 2, shared_expert_intermediate_size=48),
+        "head_dim": 16,
         "linear_num_key_heads": 2,
         "linear_num_value_heads": 4,
         "linear_key_head_dim": 16,
@@ -120,7 +125,28 @@ VARIANTS = (
         "qwen3_next",
         _hybrid(layer_types=["full_attention", "linear_attention", "linear_attention"], num_hidden_layers=3),
     ),
+    Variant("every-third", "qwen3_next", _hybrid(layer_types=None, full_attention_interval=3, num_hidden_layers=4)),
+    Variant("attention-bias", "qwen3_next", _hybrid(attention_bias=True, **_heads(4, 1))),
+    Variant("unequal-heads", "qwen3_next", _hybrid(linear_key_head_dim=32, linear_value_head_dim=8)),
+    Variant("one-key-head", "qwen3_next", _hybrid(linear_num_key_heads=1, linear_num_value_heads=3)),
+    Variant("plain", "qwen3_5_text", _dense_hybrid()),
+    Variant("tied", "qwen3_5_text", _dense_hybrid(tie_word_embeddings=True, linear_num_value_heads=2)),
+    Variant("sections", "qwen3_5_text", _dense_hybrid(head_dim=24, **_rope(rope_type="default", **_SECTIONS))),
+    Variant("short-convolution", "qwen3_5_text", _dense_hybrid(linear_conv_kernel_dim=2, attention_bias=True)),
+    Variant("beside-images", "qwen3_5", _dense_hybrid(**_rope(rope_type="default", **_SECTIONS))),
+    Variant("beside-images-tied", "qwen3_5", _dense_hybrid(tie_word_embeddings=True, linear_num_value_heads=6)),
+    Variant("plain", "qwen3_5_moe_text", _hybrid()),
+    Variant("every-second", "qwen3_5_moe_text", _hybrid(layer_types=None, full_attention_interval=2)),
+    Variant("beside-images", "qwen3_5_moe", _hybrid(linear_num_value_heads=6, tie_word_embeddings=True)),
 )
+_IMAGES = {
+    "depth": 1,
+    "hidden_size": 32,
+    "intermediate_size": 32,
+    "num_heads": 2,
+    "out_hidden_size": 64,
+    "num_position_embeddings": 16,
+}
 
 
 def variant(model_type: str, name: str) -> Variant:
@@ -143,18 +169,25 @@ def build(of: Variant) -> PreTrainedModel:
     }
     if of.model_type == "qwen3":
         sizes["head_dim"] = 24
-    config = AutoConfig.for_model(of.model_type, **{**sizes, **of.config}, attn_implementation="eager")
+    settings = {**sizes, **of.config}
+    kind: Any = AutoModelForCausalLM
+    if of.model_type in ("qwen3_5", "qwen3_5_moe"):
+        tied = settings.get("tie_word_embeddings", False)
+        settings = {"text_config": settings, "vision_config": _IMAGES, "tie_word_embeddings": tied}
+        kind = AutoModelForImageTextToText
+    config = AutoConfig.for_model(of.model_type, **settings, attn_implementation="eager")
     torch.manual_seed(len(str(of)) * 1000 + sum(map(ord, str(of))))
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    model: PreTrainedModel = kind.from_config(config, dtype=torch.float32).eval()
+    is_hybrid = "linear_num_key_heads" in of.config
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             weight = _random_weight(name, parameter)
-            # This family stores norm weights less 1, but for the one inside its delta nets.
-            if of.model_type == "qwen3_next" and name.endswith("norm.weight") and "linear_attn" not in name:
+            # These families store norm weights less 1, but for the one inside their delta nets.
+            if is_hybrid and name.endswith("norm.weight") and "linear_attn" not in name:
                 weight -= 1
             # Deep down, errors of the last bit grow in the recurrence; transformers itself then differs by 1e-3
             # between a whole prompt and one token at a time. Weaker layers keep that below the tolerance.
-            if of.model_type == "qwen3_next" and ("out_proj" in name or "down_proj" in name):
+            if is_hybrid and ("out_proj" in name or "down_proj" in name):
                 weight *= 0.3
             parameter.copy_(weight)
     return model
