@@ -13,10 +13,10 @@ import json
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Final
 
-from tokenizers import AddedToken, normalizers, processors
+from tokenizers import AddedToken, normalizers
 from tokenizers import Tokenizer as LibraryTokenizer
 
-from metrale_async.errors import CheckpointError, InvalidRequestError
+from metrale_async.errors import InvalidRequestError
 
 MARK: Final = "\ufdd0\ufdef\ufdd1"
 """Three code points that Unicode reserves for internal use and no text contains."""
@@ -59,16 +59,3 @@ def broken_up(value: Any, control_texts: Collection[str], *, param: str) -> Any:
     if isinstance(value, Sequence):
         return [broken_up(item, control_texts, param=param) for item in value]
     return value
-
-
-def set_ends(library: LibraryTokenizer, first: str | None, last: str | None) -> None:
-    """The tokens that encoding with special tokens puts before and after the text. Raises CheckpointError."""
-    before, after = [text for text in (first,) if text], [text for text in (last,) if text]
-    single = [*before, "$A", *after]
-    known = [(text, library.token_to_id(text)) for text in dict.fromkeys(before + after)]
-    try:
-        library.post_processor = processors.TemplateProcessing(
-            single=single, pair=[*single, *before, "$B:1", *after], special_tokens=known
-        )
-    except (TypeError, ValueError) as error:
-        raise CheckpointError(f"{first!r} or {last!r} cannot be put around a text: {error}") from error

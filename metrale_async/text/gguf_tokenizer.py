@@ -9,12 +9,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
-from tokenizers import AddedToken, decoders, models, normalizers
+from tokenizers import AddedToken, decoders, models, normalizers, processors
 from tokenizers import Tokenizer as LibraryTokenizer
 
 from metrale_async.errors import CheckpointError, UnsupportedModelError
 from metrale_async.text.byte_table import SPACE_MARK
-from metrale_async.text.control_tokens import set_ends
 from metrale_async.text.pre_tokenizers import WORDS_BY_PRE
 
 # ``tokenizer.ggml.token_type``
@@ -48,7 +47,7 @@ def library_tokenizer(metadata: Mapping[str, Any]) -> LibraryTokenizer:
     first = special.get("bos_token") if _flag(metadata, "add_bos_token", begins_with_bos) else None
     last = special.get("eos_token") if _flag(metadata, "add_eos_token", False) else None
     if first or last:
-        set_ends(library, first, last)
+        _set_ends(library, first, last)
     return library
 
 
@@ -141,6 +140,19 @@ def _merges(scores: Mapping[str, float], vocabulary: Mapping[str, int]) -> list[
                 found.append((-score, -cut, vocabulary[piece], left, right))
     found.sort()
     return [(left, right) for *_, left, right in found]
+
+
+def _set_ends(library: LibraryTokenizer, first: str | None, last: str | None) -> None:
+    """The tokens that encoding with special tokens puts before and after the text. Raises CheckpointError."""
+    before, after = [text for text in (first,) if text], [text for text in (last,) if text]
+    single = [*before, "$A", *after]
+    known = [(text, library.token_to_id(text)) for text in dict.fromkeys(before + after)]
+    try:
+        library.post_processor = processors.TemplateProcessing(
+            single=single, pair=[*single, *before, "$B:1", *after], special_tokens=known
+        )
+    except (TypeError, ValueError) as error:
+        raise CheckpointError(f"{first!r} or {last!r} cannot be put around a text: {error}") from error
 
 
 def _types(metadata: Mapping[str, Any], count: int) -> Sequence[int]:

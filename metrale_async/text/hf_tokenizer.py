@@ -11,7 +11,6 @@ from tokenizers import AddedToken
 from tokenizers import Tokenizer as LibraryTokenizer
 
 from metrale_async.errors import CheckpointError
-from metrale_async.text.control_tokens import set_ends
 
 _SPECIAL_NAMES: Final = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
 _TOKEN_FLAGS: Final = ("single_word", "lstrip", "rstrip", "normalized", "special")
@@ -37,7 +36,6 @@ class HuggingFaceFiles:
         except Exception as error:  # the library raises a bare Exception for anything it cannot read
             raise CheckpointError(f"tokenizer.json cannot be read: {error}") from error
         self._add_tokens(library)
-        self._set_ends(library)
         return library
 
     def chat_templates(self) -> Mapping[str, str]:
@@ -59,7 +57,10 @@ class HuggingFaceFiles:
         return found
 
     def _add_tokens(self, library: LibraryTokenizer) -> None:
-        """Tokens that only ``tokenizer_config.json`` has, or only it calls special, as transformers adds them."""
+        """Tokens that only ``tokenizer_config.json`` has, or only it calls special, as transformers adds them.
+
+        Its ``add_bos_token`` and ``add_eos_token`` say nothing beside a ``tokenizer.json``, which has them built in.
+        """
         declared = self._config.get("added_tokens_decoder", {})
         if not isinstance(declared, dict):
             raise CheckpointError("added_tokens_decoder in tokenizer_config.json is not an object")
@@ -69,7 +70,9 @@ class HuggingFaceFiles:
                 raise CheckpointError(f"added_tokens_decoder in tokenizer_config.json has an unreadable entry {key!r}")
             if library.token_to_id(text) is None and int(key) != library.get_vocab_size(with_added_tokens=True):
                 raise CheckpointError(f"tokenizer_config.json adds token {key}, which does not follow tokenizer.json's")
-            library.add_tokens([AddedToken(text, **{name: bool(entry.get(name, False)) for name in _TOKEN_FLAGS})])
+            flags = {name: bool(entry.get(name, False)) for name in _TOKEN_FLAGS}
+            flags["special"] = flags["special"] or text in self.special_tokens.values()
+            library.add_tokens([AddedToken(text, **flags)])
         known = {token.content for token in library.get_added_tokens_decoder().values()}
         library.add_special_tokens(
             [
@@ -78,15 +81,6 @@ class HuggingFaceFiles:
                 if text not in known and library.token_to_id(text) is not None
             ]
         )
-
-    def _set_ends(self, library: LibraryTokenizer) -> None:
-        """``add_bos_token`` and ``add_eos_token``, where they are given, say what ``tokenizer.json`` leaves to them."""
-        flags = [self._config.get(name) for name in ("add_bos_token", "add_eos_token")]
-        if all(flag is None for flag in flags):
-            return
-        names = ("bos_token", "eos_token")
-        first, last = (self.special_tokens.get(name) if flag else None for name, flag in zip(names, flags, strict=True))
-        set_ends(library, first, last)
 
 
 def _read_text(path: Path) -> str:
