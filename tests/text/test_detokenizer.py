@@ -81,6 +81,17 @@ def test_a_text_continues_its_prefix(kind: str, data: st.DataObject, skip: bool)
     assert joined == tokenizer.decode([*prefix, *ids], skip_special_tokens=skip)
 
 
+def test_a_character_that_begins_in_the_prefix_is_completed() -> None:
+    tokenizer = byte_tokenizer()
+    for text in ("é", "日", "😀", "a😀b", "日😀"):
+        ids = list(text.encode())
+        for cut in range(len(ids) + 1):
+            detokenizer = IncrementalDetokenizer(tokenizer, prefix_ids=ids[:cut])
+            rest = "".join(map(detokenizer.push, ids[cut:])) + detokenizer.flush()
+            shown_before = len(text.encode()[:cut].decode(errors="ignore"))
+            assert rest == text[shown_before:], (text, cut)
+
+
 @given(st.binary(max_size=40))
 def test_an_incomplete_character_is_held_back_and_no_longer(data: bytes) -> None:
     detokenizer = IncrementalDetokenizer(byte_tokenizer())
