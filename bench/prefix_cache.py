@@ -78,7 +78,7 @@ def tree() -> None:
     def insert(prompt: list[int]) -> list[bytes]:
         names = block_hashes(root, prompt, size)
         held = pool.allocate(per_prompt)
-        cache.release(cache.insert(names, prompt, held, 0))
+        cache.insert(names, prompt, held, 0)
         cache.release(held)
         return names
 

@@ -4,7 +4,7 @@ else of the package."""
 from metrale_async.cache.block_hash import block_hashes, root_hash
 from metrale_async.cache.block_pool import BlockPool, BlockPoolStatistics
 from metrale_async.cache.prefix_cache import NoPrefixCaching, PrefixCache, PrefixCacheStatistics, PrefixMatch
-from metrale_async.cache.radix_cache import RadixPrefixCache
+from metrale_async.cache.radix_cache import RadixPrefixCache, SnapshotLimits
 
 __all__ = [
     "BlockPool",
@@ -14,6 +14,7 @@ __all__ = [
     "PrefixCacheStatistics",
     "PrefixMatch",
     "RadixPrefixCache",
+    "SnapshotLimits",
     "block_hashes",
     "root_hash",
 ]

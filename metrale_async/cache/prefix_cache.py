@@ -21,6 +21,10 @@ class PrefixMatch:
     partial_block: int | None = None
     """A block whose first ``partial_tokens`` tokens continue the prefix; it is to be copied, not shared."""
     partial_tokens: int = 0
+    snapshot: int | None = None
+    """Where the recurrent states after the last whole block lie; for models that have such states."""
+    known_blocks: int = 0
+    """Whole blocks whose rows exist, usable or not: beyond ``blocks`` if no snapshot reaches as far."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +37,10 @@ class PrefixCacheStatistics:
     hit_tokens_total: int = 0
     missed_tokens_total: int = 0
     evicted_blocks_total: int = 0
+    snapshots: int = 0
+    snapshot_hits_total: int = 0
+    snapshots_taken_total: int = 0
+    snapshots_evicted_total: int = 0
     recomputed_tokens_total: int = 0
     """Tokens computed again after a preemption, beyond what was still cached; neither hits nor misses."""
 
@@ -60,12 +68,28 @@ class PrefixCache(Protocol):
 
     def insert(
         self, hashes: Sequence[bytes], token_ids: Sequence[int], blocks: Sequence[int], first: int
-    ) -> Sequence[int]:
+    ) -> Sequence[tuple[int, int]]:
         """Publish full, computed blocks ``first ..`` of a sequence; ``hashes`` and ``blocks`` begin at its first block.
 
-        Returns blocks that hold the same rows as some of the sequence's own, for which a reference was taken: it gives
-        them back with its own. So whoever holds a cached block, directly or by a copy, holds the whole path to it.
+        Returns (index, block) for each of them that is known already in another block: a reference to that one was
+        taken, and the sequence uses it from now on instead of its own, which holds the same rows. So whoever holds a
+        cached block holds the whole path to it, and nothing is held twice.
         """
+        ...
+
+    def reserve_snapshot(self) -> int | None:
+        """A place for a snapshot that is about to be taken; that of the least useful one if none is free."""
+        ...
+
+    def keep_snapshot(self, name: bytes, place: int) -> None:
+        """The states after the block ``name`` lie at a reserved place.
+
+        Without such a block, or if it has a snapshot, the place is free again.
+        """
+        ...
+
+    def drop_snapshot(self, place: int) -> None:
+        """A reserved place was not used."""
         ...
 
     def release(self, blocks: Sequence[int]) -> None:
@@ -108,8 +132,17 @@ class NoPrefixCaching:
 
     def insert(
         self, hashes: Sequence[bytes], token_ids: Sequence[int], blocks: Sequence[int], first: int
-    ) -> Sequence[int]:
+    ) -> Sequence[tuple[int, int]]:
         return ()
+
+    def reserve_snapshot(self) -> int | None:
+        return None
+
+    def keep_snapshot(self, name: bytes, place: int) -> None:
+        raise AssertionError("nothing was reserved")
+
+    def drop_snapshot(self, place: int) -> None:
+        raise AssertionError("nothing was reserved")
 
     def release(self, blocks: Sequence[int]) -> None:
         self._pool.release(blocks)

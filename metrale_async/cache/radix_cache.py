@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Final
 
 from metrale_async.cache.block_pool import BlockPool
@@ -20,10 +21,20 @@ MAX_SIBLINGS_COMPARED: Final = 64
 """Blocks below one node that are looked at for a partial match; the newest come first."""
 
 
+@dataclass(frozen=True, slots=True)
+class SnapshotLimits:
+    """For models whose layers keep recurrent states: a prefix can be used only where a snapshot of them was taken."""
+
+    places: int
+    """Snapshots there is memory for (``--ssm-cache-slots``); with 0 every hit recomputes."""
+    min_tokens: int
+    """A snapshot at a smaller depth is not used (``--marconi-min-tokens``)."""
+
+
 class _Node:
     """One cached block."""
 
-    __slots__ = ("block", "children", "last_used", "name", "parent", "tokens")
+    __slots__ = ("block", "children", "last_used", "name", "parent", "snapshot", "tokens")
 
     def __init__(self, name: bytes, tokens: tuple[int, ...], block: int, parent: _Node | None) -> None:
         self.name = name
@@ -32,6 +43,7 @@ class _Node:
         self.parent = parent
         self.children: dict[bytes, _Node] = {}
         self.last_used = 0
+        self.snapshot: int | None = None
 
 
 class RadixPrefixCache:
@@ -39,7 +51,14 @@ class RadixPrefixCache:
 
     is_enabled = True
 
-    def __init__(self, pool: BlockPool, block_size: int) -> None:
+    def __init__(self, pool: BlockPool, block_size: int, snapshots: SnapshotLimits | None = None) -> None:
+        """``snapshots`` is None for models whose whole state lies in KV blocks."""
+        self._snapshots = snapshots
+        self._free_places = list(range(snapshots.places)) if snapshots is not None else []
+        self._reserved: set[int] = set()
+        self._with_snapshot: dict[int, _Node] = {}
+        """By place."""
+        self._snapshot_hits = self._snapshots_taken = self._snapshots_evicted = 0
         self._pool = pool
         self._block_size = block_size
         self._nodes: dict[bytes, _Node] = {}
@@ -67,22 +86,24 @@ class RadixPrefixCache:
             node.last_used = self._clock
             blocks.append(node.block)
             last = node
+        if self._snapshots is not None:
+            return self._at_snapshot(last, blocks)
         partial, length = self._partial(last, token_ids[len(blocks) * size : (len(blocks) + 1) * size])
-        return PrefixMatch(tuple(blocks), None if partial is None else partial.block, length)
+        return PrefixMatch(tuple(blocks), None if partial is None else partial.block, length, known_blocks=len(blocks))
 
     def insert(
         self, hashes: Sequence[bytes], token_ids: Sequence[int], blocks: Sequence[int], first: int
-    ) -> Sequence[int]:
+    ) -> Sequence[tuple[int, int]]:
         self._clock += 1
         size = self._block_size
-        pinned: list[int] = []
+        known_elsewhere: list[tuple[int, int]] = []
         for index in range(first, min(len(hashes), len(blocks))):
             name = hashes[index]
             known = self._nodes.get(name)
             if known is not None:
                 if known.block != blocks[index]:
                     self.share((known.block,))
-                    pinned.append(known.block)
+                    known_elsewhere.append((index, known.block))
                 continue
             parent = self._nodes[hashes[index - 1]] if index else None
             node = _Node(name, tuple(token_ids[index * size : (index + 1) * size]), blocks[index], parent)
@@ -90,7 +111,7 @@ class RadixPrefixCache:
             self._nodes[name] = self._by_block[node.block] = node
             (self._tops if parent is None else parent.children)[name] = node
             self._pool.share((node.block,))
-        return pinned
+        return known_elsewhere
 
     def release(self, blocks: Sequence[int]) -> None:
         self._pool.release(blocks)
@@ -135,8 +156,41 @@ class RadixPrefixCache:
             hit_tokens_total=self._hit_tokens,
             missed_tokens_total=self._missed_tokens,
             evicted_blocks_total=self._evicted,
+            snapshots=len(self._with_snapshot),
+            snapshot_hits_total=self._snapshot_hits,
+            snapshots_taken_total=self._snapshots_taken,
+            snapshots_evicted_total=self._snapshots_evicted,
             recomputed_tokens_total=self._recomputed_tokens,
         )
+
+    def reserve_snapshot(self) -> int | None:
+        if self._snapshots is None or self._snapshots.places == 0:
+            return None
+        if self._free_places:
+            place = self._free_places.pop()
+        else:
+            if not self._with_snapshot:
+                return None  # every place is being written just now
+            # Few enough that a scan is cheap. A snapshot saves the tokens since the one before it on its path.
+            place = min(self._with_snapshot, key=lambda place: self._worth(self._with_snapshot[place]))
+            self._with_snapshot.pop(place).snapshot = None
+            self._snapshots_evicted += 1
+        self._reserved.add(place)
+        return place
+
+    def keep_snapshot(self, name: bytes, place: int) -> None:
+        self._reserved.remove(place)
+        node = self._nodes.get(name)
+        if node is None or node.snapshot is not None:
+            self._free_places.append(place)
+            return
+        node.snapshot = place
+        self._with_snapshot[place] = node
+        self._snapshots_taken += 1
+
+    def drop_snapshot(self, place: int) -> None:
+        self._reserved.remove(place)
+        self._free_places.append(place)
 
     def held_blocks(self) -> Sequence[int]:
         return [node.block for node in self._nodes.values()]
@@ -154,6 +208,11 @@ class RadixPrefixCache:
             assert not held or node.parent is None or self._pool.references(node.parent.block) > 1, "a path is not held"
         evictable = sum(self._pool.references(node.block) == 1 for node in self._nodes.values())
         assert evictable == self._evictable, f"{evictable} blocks are evictable, {self._evictable} counted"
+        places = [*self._free_places, *self._reserved, *self._with_snapshot]
+        assert sorted(places) == list(range(self._snapshots.places if self._snapshots else 0)), "a snapshot is lost"
+        for place, node in self._with_snapshot.items():
+            assert node.snapshot == place and self._nodes.get(node.name) is node, "a snapshot outlives its block"
+        assert sum(node.snapshot is not None for node in self._nodes.values()) == len(self._with_snapshot)
         queued = {name for _, _, name in self._heap}
         for node in self._nodes.values():
             leaf = not node.children and self._pool.references(node.block) == 1
@@ -165,6 +224,25 @@ class RadixPrefixCache:
             if number == limit:
                 return
             yield depth, node.block, self._pool.references(node.block), node.last_used
+
+    def _at_snapshot(self, last: _Node | None, blocks: list[int]) -> PrefixMatch:
+        """The match cut back to the deepest block after which the states are known."""
+        assert self._snapshots is not None
+        known = depth = len(blocks)
+        node = last
+        while node is not None and (node.snapshot is None or depth * self._block_size < self._snapshots.min_tokens):
+            node, depth = node.parent, depth - 1
+        if node is None:
+            return PrefixMatch(known_blocks=known)
+        self._snapshot_hits += 1
+        return PrefixMatch(tuple(blocks[:depth]), snapshot=node.snapshot, known_blocks=known)
+
+    def _worth(self, node: _Node) -> tuple[int, int]:
+        """When it was last used, and the tokens it saves: what is evicted first is old and saves little."""
+        saved, above = 1, node.parent
+        while above is not None and above.snapshot is None:
+            saved, above = saved + 1, above.parent
+        return node.last_used, saved
 
     def _partial(self, last: _Node | None, rest: Sequence[int]) -> tuple[_Node | None, int]:
         """The child that shares most tokens with ``rest``, the tokens after the whole blocks."""
@@ -192,6 +270,10 @@ class RadixPrefixCache:
     def _remove(self, node: _Node) -> None:
         del self._nodes[node.name]
         del self._by_block[node.block]
+        if node.snapshot is not None:
+            del self._with_snapshot[node.snapshot]
+            self._free_places.append(node.snapshot)
+            self._snapshots_evicted += 1
         parent = node.parent
         del (self._tops if parent is None else parent.children)[node.name]
         self._evictable -= 1

@@ -125,6 +125,8 @@ class AsyncEngine:
                 block_size=parts.block_size,
                 max_batch_size=parts.max_batch_size,
                 kv_is_whole_state=parts.kv_is_whole_state,
+                snapshot_interval_blocks=self.args.ssm_checkpoint_interval,
+                snapshot_min_tokens=self.args.marconi_min_tokens,
             ),
         )
         budget = PrefillBudget(self.args.max_prefill_tokens)

@@ -71,6 +71,19 @@ class EngineArgs:
     enable_prefix_caching: bool = argument(
         False, group="Memory", help="keep the KV blocks of finished sequences and reuse them for equal prefixes"
     )
+    ssm_cache_slots: int = argument(
+        16,
+        group="Memory",
+        help="snapshots of recurrent states for the prefix cache of hybrid models; with 0 every hit recomputes",
+        minimum=0,
+        maximum=65536,
+    )
+    ssm_checkpoint_interval: int = argument(
+        256, group="Memory", help="blocks between snapshots along a prompt", minimum=1, maximum=2**20
+    )
+    marconi_min_tokens: int = argument(
+        256, group="Memory", help="a snapshot after fewer tokens is neither taken nor used", minimum=0, maximum=2**24
+    )
     block_size: int = argument(16, group="Memory", help="tokens in a KV block", minimum=1, maximum=256)
     kv_cache_gb: float | None = argument(
         None,

@@ -32,6 +32,10 @@ class SchedulerLimits:
     """Sequences that hold a slot at a time."""
     kv_is_whole_state: bool = True
     """A sequence can start anywhere its KV rows reach; not so if its layers keep recurrent states."""
+    snapshot_interval_blocks: int = 256
+    """Recurrent states are kept that often along a prompt, for the prefix cache to start from."""
+    snapshot_min_tokens: int = 0
+    """Not at a smaller depth: such a snapshot would not be used."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,6 +142,7 @@ class Scheduler:
                 continue
             if rows == 0:
                 continue
+            rows = self._rows_to_snapshot(sequence, rows)
             if not self._make_room(sequence, rows):
                 break
             chunks.append(self._take_rows(sequence, rows))
@@ -163,7 +168,7 @@ class Scheduler:
                 break
             promised += needed + 1
             starts.append(self._start(self._waiting.popleft(), match, now_s))
-            rows = min(sequence.uncomputed_tokens, budget)
+            rows = self._rows_to_snapshot(sequence, min(sequence.uncomputed_tokens, budget))
             has_room = self._make_room(sequence, rows)
             assert has_room, "an admitted sequence fits"
             chunks.append(self._take_rows(sequence, rows))
@@ -191,15 +196,14 @@ class Scheduler:
         for chunk, (sequence, preemptions), chunk_result in zip(plan.chunks, sequences, result.chunks, strict=True):
             if chunk.samples:
                 sequence.samples_in_flight -= 1
+            # Rows of a run that was preempted since are gone, though the token they gave is good.
+            is_current = sequence.status is SequenceStatus.RUNNING and preemptions == sequence.preemptions
+            if is_current and chunk_result.error is None:
+                self._publish(sequence, chunk)
+            elif chunk.snapshot is not None:
+                self._cache.drop_snapshot(chunk.snapshot)
             if sequence.status is SequenceStatus.FINISHED:
                 continue
-            # Rows of a run that was preempted since are gone, though the token they gave is good.
-            if (
-                chunk_result.error is None
-                and sequence.status is SequenceStatus.RUNNING
-                and preemptions == sequence.preemptions
-            ):
-                self._publish(sequence, min(chunk.start + chunk.count, sequence.num_tokens))
             if chunk_result.error is not None:
                 self.finish(sequence)
                 emissions.append(Emission(sequence, chunk, chunk_result, ended=True))
@@ -212,7 +216,7 @@ class Scheduler:
     def check(self) -> None:
         """Integrity of all that the scheduler owns. Raises AssertionError when wrong."""
         self._cache.check()
-        held = [block for sequence in self._sequences() for block in (*sequence.blocks, *sequence.pinned_blocks)]
+        held = [block for sequence in self._sequences() for block in sequence.blocks]
         self._pool.check([*held, *self._cache.held_blocks()])
         slots = [sequence.slot for sequence in self._running]
         assert sorted(slots + self._free_slots) == list(range(self._limits.max_batch_size)), "slots leaked"
@@ -255,9 +259,8 @@ class Scheduler:
 
     def _free(self, sequence: Sequence) -> None:
         self._cache.release(sequence.blocks)
-        self._cache.release(sequence.pinned_blocks)
         sequence.blocks.clear()
-        sequence.pinned_blocks.clear()
+        sequence.table_updates.clear()
         sequence.published_blocks = 0
         self._free_slots.append(sequence.slot)
         sequence.slot = -1
@@ -268,10 +271,17 @@ class Scheduler:
         sequence.blocks.extend(new_blocks)
         start = sequence.computed_tokens
         sequence.computed_tokens = start + rows
+        snapshot = None
+        if sequence.computed_tokens in sequence.snapshot_positions:
+            snapshot = self._cache.reserve_snapshot()
         samples = sequence.computed_tokens == sequence.planned_tokens
         if samples:
             sequence.samples_in_flight += 1
-        return Chunk(sequence.slot, sequence.sequence_id, start, rows, tuple(new_blocks), samples)
+        table_updates = tuple(sequence.table_updates)
+        sequence.table_updates.clear()
+        return Chunk(
+            sequence.slot, sequence.sequence_id, start, rows, tuple(new_blocks), samples, table_updates, snapshot
+        )
 
     def _promised_blocks(self) -> int:
         """What running sequences will still take: blocks for their known tokens, and one each to grow into.
@@ -288,9 +298,8 @@ class Scheduler:
         """Rows of a waiting sequence that exist already. Its last token is left to compute: its logits are needed."""
         wanted = (sequence.num_tokens - 1) // self._limits.block_size
         leader = sequence.leader
-        if not self._limits.kv_is_whole_state:
-            return PrefixMatch()
-        if leader is not None and leader.status is SequenceStatus.RUNNING:
+        shares = self._limits.kv_is_whole_state
+        if shares and leader is not None and leader.status is SequenceStatus.RUNNING:
             # The request's first choice has computed them, or will have in this step's layers before others read them.
             computed = leader.computed_tokens // self._limits.block_size
             prompt_blocks = (len(sequence.prompt_token_ids) - 1) // self._limits.block_size
@@ -308,6 +317,7 @@ class Scheduler:
         self._running.append(sequence)
         sequence.blocks.extend(match.blocks)
         sequence.computed_tokens = len(match.blocks) * self._limits.block_size
+        sequence.snapshot_positions = self._snapshot_positions(sequence, match)
         copies: tuple[tuple[int, int], ...] = ()
         if match.partial_block is not None and self._make_room(sequence, 1):
             # The source may just have been evicted to make room. Its rows are there until something is computed, and
@@ -326,7 +336,30 @@ class Scheduler:
             prompt_length=len(sequence.prompt_token_ids),
             blocks=tuple(sequence.blocks),
             copies=copies,
+            snapshot=match.snapshot,
             sampler=sequence.sampler,
+        )
+
+    def _snapshot_positions(self, sequence: Sequence, match: PrefixMatch) -> list[int]:
+        """Where the states of a sequence that starts are worth keeping, in order.
+
+        At the last block boundary before its last token (the same prompt, or a longer one, starts there next time),
+        where it leaves what others computed (a branch), and now and then on the way.
+        """
+        if self._limits.kv_is_whole_state or not (self._cache.is_enabled and sequence.reads_prefix_cache):
+            return []
+        size = self._limits.block_size
+        interval = self._limits.snapshot_interval_blocks * size
+        last = (sequence.num_tokens - 1) // size * size
+        wanted = {last, match.known_blocks * size, *range(interval, last, interval)}
+        lowest = max(sequence.computed_tokens, self._limits.snapshot_min_tokens - 1)
+        return sorted(position for position in wanted if lowest < position <= last)
+
+    def _rows_to_snapshot(self, sequence: Sequence, rows: int) -> int:
+        """``rows``, or fewer if the states after an earlier one are wanted."""
+        end = sequence.computed_tokens + rows
+        return min([end, *(p for p in sequence.snapshot_positions if p > sequence.computed_tokens)]) - (
+            sequence.computed_tokens
         )
 
     def _count_hit(self, sequence: Sequence) -> None:
@@ -337,16 +370,25 @@ class Scheduler:
         sequence.cached_tokens = found
         self._cache.count(hit_tokens=found, missed_tokens=sequence.num_tokens - found, recomputed_tokens=0)
 
-    def _publish(self, sequence: Sequence, computed_tokens: int) -> None:
-        """Tell the cache of full blocks whose rows a committed step has completed."""
-        full = computed_tokens // self._limits.block_size
-        if not self._cache.is_enabled or full <= sequence.published_blocks:
-            return
+    def _publish(self, sequence: Sequence, chunk: Chunk) -> None:
+        """Tell the cache of full blocks whose rows a committed chunk has completed, and of the states after them."""
+        computed = min(chunk.start + chunk.count, sequence.num_tokens)
+        full = computed // self._limits.block_size
+        if self._cache.is_enabled and full > sequence.published_blocks:
+            self._publish_blocks(sequence, full)
+        if chunk.snapshot is not None:
+            self._cache.keep_snapshot(sequence.hashes[full - 1], chunk.snapshot)
+
+    def _publish_blocks(self, sequence: Sequence, full: int) -> None:
         token_ids = self._token_ids(sequence)
         self._extend_hashes(sequence, token_ids)
-        sequence.pinned_blocks += self._cache.insert(
+        known_elsewhere = self._cache.insert(
             sequence.hashes[:full], token_ids, sequence.blocks, sequence.published_blocks
         )
+        for index, block in known_elsewhere:
+            self._cache.release((sequence.blocks[index],))
+            sequence.blocks[index] = block
+        sequence.table_updates += known_elsewhere
         sequence.published_blocks = full
 
     def _token_ids(self, sequence: Sequence) -> list[int]:

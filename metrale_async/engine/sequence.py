@@ -49,10 +49,12 @@ class Sequence:
     """Planned steps that will give this sequence a token which is not known yet."""
     hashes: list[bytes] = field(default_factory=list)
     """Names of its full blocks, as far as they were needed."""
-    pinned_blocks: list[int] = field(default_factory=list)
-    """References to cached blocks that hold the same rows as blocks of its own."""
+    table_updates: list[tuple[int, int]] = field(default_factory=list)
+    """(index, block): its own blocks replaced by cached ones with the same rows, as the next chunk will tell."""
     published_blocks: int = 0
     """Blocks of the current run that the prefix cache was told of."""
+    snapshot_positions: list[int] = field(default_factory=list)
+    """Numbers of tokens after which its recurrent states are to be kept."""
     cached_tokens: int = 0
     """Prompt tokens that were not computed when it was first admitted."""
     preemptions: int = 0

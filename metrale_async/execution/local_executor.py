@@ -48,7 +48,14 @@ class LocalExecutor:
         self._thread.start()
         await self._thread.submit(lambda: self._prepare_thread)
         start = SequenceStart(
-            slot=0, sequence_id=-1, token_ids=(0,), prompt_length=1, blocks=(), copies=(), sampler=_NEUTRAL
+            slot=0,
+            sequence_id=-1,
+            token_ids=(0,),
+            prompt_length=1,
+            blocks=(),
+            copies=(),
+            snapshot=None,
+            sampler=_NEUTRAL,
         )
         chunk = Chunk(slot=0, sequence_id=-1, start=0, count=1, new_blocks=(0,), samples=True)
         result = await self.submit(

@@ -59,6 +59,7 @@ class ModelRunner:
         model: CausalLanguageModel,
         caches: Sequence[PagedCache],
         states: Sequence[Tensor],
+        snapshots: Sequence[Tensor],
         *,
         num_slots: int,
         block_size: int,
@@ -68,6 +69,7 @@ class ModelRunner:
         self._model = model
         self._caches = caches
         self._states = states
+        self._snapshots = snapshots
         # Of the two places each slot has for its recurrent state, the one that holds the current state.
         self._current_place = np.zeros(num_slots, dtype=np.int64)
         self._block_size = block_size
@@ -97,11 +99,17 @@ class ModelRunner:
             self._slots[start.slot] = _Slot(
                 start.sequence_id, start.sampler, start.prompt_length, len(start.blocks), history
             )
+            if start.snapshot is not None:
+                place = 2 * start.slot + self._current_place[start.slot]
+                for states, snapshots in zip(self._states, self._snapshots, strict=True):
+                    states[place] = snapshots[start.snapshot]
         for chunk in plan.chunks:
             slot = self._slot(chunk)
             end = slot.num_blocks + len(chunk.new_blocks)
             self._block_tables[chunk.slot, slot.num_blocks : end] = chunk.new_blocks
             slot.num_blocks = end
+            for index, block in chunk.table_updates:
+                self._block_tables[chunk.slot, index] = block
         try:
             finish = self._launch_chunks(plan.chunks)
         except Exception:
@@ -184,9 +192,13 @@ class ModelRunner:
         return batch, self._tokens[self._to_device(row_slots), position_tensor]
 
     def _keep_new_states(self, chunks: Sequence[Chunk]) -> None:
-        """The step succeeded: what it wrote is the state from now on."""
+        """The step succeeded: what it wrote is the state from now on, and can be kept."""
         for chunk in chunks:
             self._current_place[chunk.slot] ^= 1
+            if chunk.snapshot is not None:
+                place = 2 * chunk.slot + self._current_place[chunk.slot]
+                for states, snapshots in zip(self._states, self._snapshots, strict=True):
+                    snapshots[chunk.snapshot] = states[place]
 
     def _sample(self, chunks: Sequence[Chunk], logits: Tensor) -> Tensor:
         """logits float32 [R, V], a row per chunk -> int64 [R]; also writes the tokens where the next step reads

@@ -58,7 +58,9 @@ class SequenceStart:
     blocks: tuple[int, ...]
     """Blocks whose rows are computed already (or copied now); the block table begins with them."""
     copies: tuple[tuple[int, int], ...]
-    """(source, target) blocks to copy whole before anything of this step is computed: prefixes that end inside one."""
+    """(source, target) blocks to copy whole before this step computes anything: prefixes that end inside one."""
+    snapshot: int | None
+    """Where the recurrent states after the tokens of ``blocks`` lie; None if it starts at its first token."""
     sampler: SamplerSpec
 
 
@@ -74,6 +76,10 @@ class Chunk:
     """Block ids that extend the slot's block table; with what it held they cover every row of this chunk."""
     samples: bool
     """The last row is the sequence's newest token, so its logits choose the next one."""
+    table_updates: tuple[tuple[int, int], ...] = ()
+    """(index, block): the slot's block table has these blocks there from now on; they hold the same rows."""
+    snapshot: int | None = None
+    """Where to copy the recurrent states after the chunk's last row to."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -44,6 +44,8 @@ class _Slot:
     tokens: list[int]
     prompt_length: int
     blocks: list[int]
+    state: int
+    """Digest of all tokens computed so far, as a recurrent layer carries it; independent of the KV memory."""
 
 
 class ScriptedExecutor:
@@ -60,11 +62,14 @@ class ScriptedExecutor:
         step_s: Callable[[StepPlan], float] = lambda plan: 0.0,
         fault: Callable[[StepPlan, Chunk], Exception | None] = lambda plan, chunk: None,
         verify: bool = True,
+        has_state: bool = False,
     ) -> None:
         self._vocab_size = vocab_size
         self._block_size = block_size
         self._kv = [0] * (num_blocks * block_size)
         self._slots: list[_Slot | None] = [None] * num_slots
+        self._has_state = has_state
+        self._snapshots: dict[int, int] = {}
         self._step_s = step_s
         self._fault = fault
         self._verify = verify
@@ -106,7 +111,12 @@ class ScriptedExecutor:
         """Compute one step at once."""
         for start in plan.starts:
             self._slots[start.slot] = _Slot(
-                start.sequence_id, start.sampler, list(start.token_ids), start.prompt_length, list(start.blocks)
+                start.sequence_id,
+                start.sampler,
+                list(start.token_ids),
+                start.prompt_length,
+                list(start.blocks),
+                0 if start.snapshot is None else self._snapshots[start.snapshot],
             )
             for source, target in start.copies:
                 size = self._block_size
@@ -116,6 +126,8 @@ class ScriptedExecutor:
             slot = self._slots[chunk.slot]
             assert slot is not None and slot.sequence_id == chunk.sequence_id
             slot.blocks.extend(chunk.new_blocks)
+            for index, block in chunk.table_updates:
+                slot.blocks[index] = block
             self._write(slot, chunk)
         return StepResult(tuple(self._result(plan, chunk) for chunk in plan.chunks))
 
@@ -124,6 +136,9 @@ class ScriptedExecutor:
         for position in range(chunk.start, chunk.start + chunk.count):
             digest = chain(digest, slot.tokens[position])
             self._kv[self._address(slot, position)] = digest
+            slot.state = chain(slot.state, slot.tokens[position])
+        if chunk.snapshot is not None:
+            self._snapshots[chunk.snapshot] = slot.state
 
     def _result(self, plan: StepPlan, chunk: Chunk) -> ChunkResult:
         slot = self._slots[chunk.slot]
@@ -142,7 +157,8 @@ class ScriptedExecutor:
         if not chunk.samples:
             return ChunkResult(prompt_logprobs=prompt_logprobs)
         position = chunk.start + chunk.count
-        token = scripted_token(self._kv[self._address(slot, position - 1)], self._vocab_size, slot.sampler)
+        digest = slot.state if self._has_state else self._kv[self._address(slot, position - 1)]
+        token = scripted_token(digest, self._vocab_size, slot.sampler)
         if position - slot.prompt_length < slot.sampler.min_tokens:
             while token in slot.sampler.suppressed_token_ids:
                 token = (token + 1) % self._vocab_size
@@ -157,6 +173,8 @@ class ScriptedExecutor:
             digest = chain(digest, slot.tokens[position])
             if self._kv[self._address(slot, position)] != digest:
                 raise CorruptKVError(f"sequence {slot.sequence_id} reads a foreign token at position {position}")
+        if self._has_state and slot.state != digest:
+            raise CorruptKVError(f"sequence {slot.sequence_id} carries a state that is not its own")
 
     def _address(self, slot: _Slot, position: int) -> int:
         return slot.blocks[position // self._block_size] * self._block_size + position % self._block_size

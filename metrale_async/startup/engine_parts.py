@@ -107,7 +107,9 @@ def _load(args: EngineArgs, progress: Progress | None) -> EngineParts:
     runner = ModelRunner(
         model,
         caches,
-        allocate_states(model.states, max_batch_size, device),
+        # Two places per slot, see ModelRunner.
+        allocate_states(model.states, 2 * max_batch_size, device),
+        allocate_states(model.states, args.ssm_cache_slots if args.enable_prefix_caching else 0, device),
         num_slots=max_batch_size,
         block_size=args.block_size,
         max_seq_len=max_seq_len,

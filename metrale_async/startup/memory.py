@@ -103,11 +103,9 @@ def recurrent_states(states: Sequence[Sequence[LayerState]]) -> list[RecurrentSt
     return [state for layer in states for state in layer if isinstance(state, RecurrentState)]
 
 
-def allocate_states(states: Sequence[Sequence[LayerState]], num_slots: int, device: torch.device) -> list[torch.Tensor]:
-    """Memory of the recurrent states, [2 * num_slots, *shape] each: two places per slot (see ModelRunner)."""
-    return [
-        torch.zeros(2 * num_slots, *state.shape, dtype=state.dtype, device=device) for state in recurrent_states(states)
-    ]
+def allocate_states(states: Sequence[Sequence[LayerState]], places: int, device: torch.device) -> list[torch.Tensor]:
+    """Memory for recurrent states, [places, *shape] each."""
+    return [torch.zeros(places, *state.shape, dtype=state.dtype, device=device) for state in recurrent_states(states)]
 
 
 def available_memory_bytes(meminfo: Path = Path("/proc/meminfo"), cgroup: Path = Path("/sys/fs/cgroup")) -> int:

@@ -23,7 +23,7 @@ class RadixCacheMachine(RuleBasedStateMachine):
         self.pool = BlockPool(NUM_BLOCKS)
         self.cache = RadixPrefixCache(self.pool, BLOCK_SIZE)
         self.memory: dict[int, tuple[bytes, list[int]]] = {}
-        self.running: list[tuple[list[int], list[int]]] = []
+        self.running: list[list[int]] = []
 
     @rule(token_ids=tokens, root=st.sampled_from(ROOTS))
     def run_a_sequence(self, token_ids: list[int], root: bytes) -> None:
@@ -47,15 +47,16 @@ class RadixCacheMachine(RuleBasedStateMachine):
         blocks = [*match.blocks, *self.pool.allocate(missing)]
         for index in range(len(match.blocks), len(blocks)):
             self.memory[blocks[index]] = (root, token_ids[: (index + 1) * BLOCK_SIZE])
-        pinned = self.cache.insert(names, token_ids, blocks, 0)
-        self.running.append((blocks, list(pinned)))
+        for index, block in self.cache.insert(names, token_ids, blocks, 0):
+            assert self.memory[block] == self.memory[blocks[index]]
+            self.cache.release((blocks[index],))
+            blocks[index] = block
+        self.running.append(blocks)
 
     @precondition(lambda self: self.running)
     @rule(data=st.data())
     def leave(self, data: st.DataObject) -> None:
-        blocks, pinned = self.running.pop(data.draw(st.integers(0, len(self.running) - 1)))
-        self.cache.release(blocks)
-        self.cache.release(pinned)
+        self.cache.release(self.running.pop(data.draw(st.integers(0, len(self.running) - 1))))
 
     @rule(count=st.integers(0, 4))
     def evict(self, count: int) -> None:
@@ -65,7 +66,7 @@ class RadixCacheMachine(RuleBasedStateMachine):
     @invariant()
     def everything_adds_up(self) -> None:
         self.cache.check()
-        held = [block for blocks, pinned in self.running for block in (*blocks, *pinned)]
+        held = [block for blocks in self.running for block in blocks]
         self.pool.check([*held, *self.cache.held_blocks()])
 
 
@@ -109,7 +110,9 @@ def test_a_partial_match_is_the_longest_among_siblings() -> None:
     for tail in ([7, 7, 7, 7], [8, 9, 7, 7], [8, 9, 9, 7]):
         token_ids = [1, 2, 3, 4, *tail]
         blocks = pool.allocate(2)
-        cache.release(cache.insert(block_hashes(ROOTS[0], token_ids, 4), token_ids, blocks, 0))
+        for index, block in cache.insert(block_hashes(ROOTS[0], token_ids, 4), token_ids, blocks, 0):
+            cache.release((blocks[index],))
+            blocks[index] = block
         cache.release(blocks)
         last = blocks[1]
     asked = [1, 2, 3, 4, 8, 9, 9]

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from metrale_async.engine import AsyncEngine, RequestOutput, SamplingParams
+from metrale_async.cache import SnapshotLimits
+from metrale_async.engine import AsyncEngine, EngineArgs, RequestOutput, SamplingParams
 from tests.engine.test_batch_independence import Answer, prompt_tokens
 from tests.support.scripted_engine import scripted_engine
 
@@ -136,3 +137,60 @@ async def test_without_the_flag_nothing_is_kept(tiny_model: Path) -> None:
             output = await engine.complete(prompt_tokens(250, 70, seed=2), PARAMS)
             assert output.usage.cached_tokens == 0
         assert engine.statistics().kv_blocks.used == 0
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+async def test_hybrids_start_from_snapshots_with_the_same_answers(tiny_hybrid: Path, dtype: str) -> None:
+    """Cold, warm, branching, with snapshots evicted and taken again: bit for bit the answers without a cache."""
+    common = {"model": str(tiny_hybrid), "dtype": dtype, "kv_cache_gb": 0.1}
+    async with AsyncEngine(**common) as plain:  # type: ignore[arg-type]
+        base = prompt_tokens(plain.vocab_size, 200, seed=4)
+        lengths = [16, 17, 31, 33, 64, 100, 101, 160, 199]
+        prompts = [base, *([*base[:length], *prompt_tokens(plain.vocab_size, 20, seed=length)] for length in lengths)]
+        expected = answers([await plain.complete(prompt, PARAMS) for prompt in prompts])
+    for slots in (0, 2, 64):
+        async with AsyncEngine(
+            **common,  # type: ignore[arg-type]
+            enable_prefix_caching=True,
+            marconi_min_tokens=0,
+            ssm_cache_slots=slots,
+            ssm_checkpoint_interval=3,
+        ) as cached:
+            for _ in range(3):
+                outputs = [await cached.complete(prompt, PARAMS) for prompt in prompts]
+                assert answers(outputs) == expected
+                cached.check()
+            statistics = cached.statistics().prefix_cache
+            found = [output.usage.cached_tokens for output in outputs]
+            if slots == 0:
+                assert found == [0] * len(prompts)
+            elif slots == 2:
+                assert statistics.snapshots_evicted_total > 0
+            else:
+                # Each prompt starts at the last block boundary before its last token.
+                assert found == [(len(prompt) - 1) // 16 * 16 for prompt in prompts]
+            together = await asyncio.gather(*(cached.complete(prompt, PARAMS) for prompt in prompts * 2))
+            assert answers(list(together)) == expected * 2
+
+
+async def test_a_hybrid_hits_at_a_branch_from_the_second_request_on() -> None:
+    args = EngineArgs(marconi_min_tokens=0)
+    async with scripted_engine(args=args, has_state=True, prefix_caching=True) as engine:
+        base = [index % 200 for index in range(160)]
+        counts = []
+        for ending in range(4):
+            output = await engine.complete([*base[:100], 250, ending, *base[:30]], PARAMS)
+            counts.append(output.usage.cached_tokens)
+        # The first computes all; the second shares rows up to token 96 but no state, and keeps one there.
+        assert counts[:2] == [0, 0]
+        assert counts[2:] == [96, 96]
+
+
+async def test_a_snapshot_at_a_small_depth_is_neither_taken_nor_used() -> None:
+    args = EngineArgs(marconi_min_tokens=64)
+    snapshots = SnapshotLimits(places=8, min_tokens=64)
+    async with scripted_engine(args=args, has_state=True, prefix_caching=True, snapshots=snapshots) as engine:
+        for length, cached in ((64, 0), (65, 64), (80, 64), (81, 80)):
+            prompt = [length] * length
+            await engine.complete(prompt, PARAMS)
+            assert (await engine.complete(prompt, PARAMS)).usage.cached_tokens == cached

@@ -1,12 +1,14 @@
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import asdict
 
 import pytest
 
-from metrale_async.cache import BlockPool
+from metrale_async.cache import BlockPool, RadixPrefixCache
 from metrale_async.engine.scheduler import Scheduler
 from metrale_async.engine.sequence import Sequence
+from metrale_async.execution import Chunk
 from tests.simulation.world import run_seed
 
 SEEDS_PER_TEST = 100
@@ -95,9 +97,36 @@ def test_it_finds_a_live_block_evicted(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_it_finds_rows_published_before_they_are_computed(monkeypatch: pytest.MonkeyPatch) -> None:
-    def publish(self: Scheduler, sequence: Sequence, computed_tokens: int) -> None:
-        original(self, sequence, sequence.num_tokens)
+    def publish(self: Scheduler, sequence: Sequence, chunk: Chunk) -> None:
+        original(self, sequence, dataclasses.replace(chunk, count=sequence.num_tokens - chunk.start))
 
     original = Scheduler._publish
     monkeypatch.setattr(Scheduler, "_publish", publish)
+    assert _finds()
+
+
+def test_it_finds_a_snapshot_of_another_moment(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A snapshot that is said to lie one block before the place where it was taken."""
+
+    def keep(self: RadixPrefixCache, name: bytes, place: int) -> None:
+        parent = self._nodes[name].parent
+        original(self, name if parent is None else parent.name, place)
+
+    original = RadixPrefixCache.keep_snapshot
+    monkeypatch.setattr(RadixPrefixCache, "keep_snapshot", keep)
+    assert _finds()
+
+
+def test_it_finds_a_snapshot_overwritten_while_it_is_in_use(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Evicting a snapshot without telling the node that has it."""
+
+    def reserve(self: RadixPrefixCache) -> int | None:
+        if not self._free_places and self._with_snapshot:
+            place = next(iter(self._with_snapshot))
+            self._reserved.add(place)
+            return place
+        return original(self)
+
+    original = RadixPrefixCache.reserve_snapshot
+    monkeypatch.setattr(RadixPrefixCache, "reserve_snapshot", reserve)
     assert _finds()

@@ -11,6 +11,7 @@ import asyncio
 import random
 from dataclasses import dataclass, replace
 
+from metrale_async.cache import SnapshotLimits
 from metrale_async.engine import AsyncEngine, EngineArgs, RequestRecord, SamplingParams, StepRecord
 from metrale_async.errors import QueueFullError, StepError
 from metrale_async.execution import Chunk, SamplerSpec, StepPlan
@@ -46,6 +47,8 @@ class Summary:
     steps: int = 0
     cache_hits: int = 0
     evictions: int = 0
+    snapshot_hits: int = 0
+    snapshots_evicted: int = 0
 
 
 class Watcher:
@@ -153,6 +156,8 @@ async def simulate(seed: int) -> Summary:
         max_prefill_tokens=rng.choice((None, 1, 5, 16, 64)),
         max_num_seqs=rng.choice((3, 16, 1024)),
         request_timeout=rng.choice((0.05, 300.0)),
+        ssm_checkpoint_interval=rng.choice((1, 2, 5)),
+        marconi_min_tokens=rng.choice((0, 0, 7)),
     )
     engine = scripted_engine(
         args=args,
@@ -162,6 +167,8 @@ async def simulate(seed: int) -> Summary:
         max_batch_size=rng.randint(1, 6),
         max_seq_len=4096,
         prefix_caching=rng.random() < 0.6,
+        has_state=rng.random() < 0.5,
+        snapshots=SnapshotLimits(places=rng.choice((0, 1, 2, 8)), min_tokens=args.marconi_min_tokens),
         step_s=step_s,
         fault=fault,
     )
@@ -179,6 +186,8 @@ async def simulate(seed: int) -> Summary:
         summary.preemptions = statistics.preemptions_total
         summary.steps = watcher.steps
         summary.cache_hits = statistics.prefix_cache.hit_tokens_total
+        summary.snapshot_hits = statistics.prefix_cache.snapshot_hits_total
+        summary.snapshots_evicted = statistics.prefix_cache.snapshots_evicted_total
         summary.evictions = statistics.prefix_cache.evicted_blocks_total
     return summary
 

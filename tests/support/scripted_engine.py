@@ -10,7 +10,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from metrale_async.cache import NoPrefixCaching, RadixPrefixCache
+from metrale_async.cache import NoPrefixCaching, RadixPrefixCache, SnapshotLimits
 from metrale_async.engine import AsyncEngine, EngineArgs, EngineObserver, EngineParts
 from metrale_async.execution import Chunk, ScriptedExecutor, StepPlan
 from metrale_async.text import Tokenizer
@@ -55,6 +55,8 @@ def scripted_parts(
     verify: bool = True,
     vocab_size: int = VOCAB_SIZE,
     prefix_caching: bool = False,
+    has_state: bool = False,
+    snapshots: SnapshotLimits | None = None,
 ) -> EngineParts:
     executor = ScriptedExecutor(
         vocab_size=vocab_size,
@@ -64,7 +66,12 @@ def scripted_parts(
         step_s=step_s,
         fault=fault,
         verify=verify,
+        has_state=has_state,
     )
+    if not has_state:
+        snapshots = None
+    elif snapshots is None:
+        snapshots = SnapshotLimits(places=4, min_tokens=0)
     return EngineParts(
         model_name="scripted",
         tokenizer=byte_tokenizer(),
@@ -76,9 +83,11 @@ def scripted_parts(
         max_batch_size=max_batch_size,
         end_token_ids=frozenset({END_TOKEN_ID}),
         sampling_defaults={},
-        kv_is_whole_state=True,
+        kv_is_whole_state=not has_state,
         model_digest="scripted",
-        make_prefix_cache=RadixPrefixCache if prefix_caching else (lambda pool, _: NoPrefixCaching(pool)),
+        make_prefix_cache=lambda pool, size: (
+            RadixPrefixCache(pool, size, snapshots) if prefix_caching else NoPrefixCaching(pool)
+        ),
     )
 
 
