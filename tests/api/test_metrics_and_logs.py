@@ -74,7 +74,7 @@ async def test_two_servers_in_one_process_do_not_share_numbers():
 def test_loop_lag_is_what_a_timer_is_late():
     async def main() -> list[float]:
         seen: list[float] = []
-        measuring = asyncio.create_task(measure_loop_lag(seen.append, interval_s=1.0))
+        measuring = asyncio.create_task(measure_loop_lag(seen.append, 1.0, asyncio.get_running_loop().time))
         await asyncio.sleep(3.5)
         measuring.cancel()
         await asyncio.gather(measuring, return_exceptions=True)
