@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -218,11 +219,15 @@ class _Watched:
 
 
 async def test_the_loop_runs_on_while_a_long_text_is_encoded(
-    from_gguf: Tokenizer, monkeypatch: pytest.MonkeyPatch
+    from_gguf: Tokenizer, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
 ) -> None:
     watched = _Watched(from_gguf._library)
     monkeypatch.setattr(from_gguf, "_library", watched)
     rounds = 0
+    # A thread that waits for the interpreter lock gets it for one interval when the library returns: make that short.
+    interval_s = sys.getswitchinterval()
+    request.addfinalizer(lambda: sys.setswitchinterval(interval_s))
+    sys.setswitchinterval(1e-5)
     async with anyio.create_task_group() as group:
 
         async def encode() -> None:
@@ -233,8 +238,8 @@ async def test_the_loop_runs_on_while_a_long_text_is_encoded(
         while True:
             await anyio.lowlevel.checkpoint()
             rounds += watched.at_work
-    # With the interpreter lock held from beginning to end it would be one or two.
-    assert rounds > 20
+    # With the lock held from beginning to end it would be hundreds at most; without, it is a hundred thousand.
+    assert rounds > 10_000
 
 
 @pytest.mark.parametrize("text", ["\ud800", "a\udfffb"])
