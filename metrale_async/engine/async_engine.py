@@ -11,7 +11,7 @@ import asyncio
 import contextlib
 import secrets
 import time
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Final, Self
@@ -111,9 +111,8 @@ class AsyncEngine:
         if self._loop is not None:
             raise RuntimeError("an engine starts once")
         if self._parts is None:
-            # The one arrow upwards: an embedding program constructs this class and nothing else.
-            from metrale_async.startup import load_engine_parts
-
+            # Importing torch takes a second, in which the loop has others to serve.
+            load_engine_parts = await asyncio.to_thread(_import_loader)
             self._parts = await load_engine_parts(self.args, self._progress)
         parts = self._parts
         await parts.executor.start()
@@ -351,6 +350,13 @@ class AsyncEngine:
         if self._loop is None:
             raise EngineUnavailableError("the model is still loading")
         return self._loop
+
+
+def _import_loader() -> Callable[..., Awaitable[EngineParts]]:
+    # The one arrow upwards: an embedding program constructs AsyncEngine and nothing else.
+    from metrale_async.startup import load_engine_parts
+
+    return load_engine_parts
 
 
 def _sampler_spec(params: SamplingParams, seed: int, choice: int, end_token_ids: frozenset[int]) -> SamplerSpec:
