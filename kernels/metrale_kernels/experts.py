@@ -1,4 +1,4 @@
-"""Routing rows to experts: the same for every implementation, built on its own linear layers.
+"""Mixtures of experts in plain torch, on an implementation's own linear layers: how the reference does it.
 
 An expert's rows are gathered, so that it computes only them; since a row's bits do not depend on its neighbours, it
 does not matter which rows an expert gets together.
@@ -6,13 +6,38 @@ does not matter which rows an expert gets together.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from metrale_kernels.elementary import exp
-from metrale_kernels.interface import Expert, Operations
+from metrale_kernels.interface import ExpertWeights, Operations, PackedLinear
+
+
+@dataclass(frozen=True, slots=True)
+class SeparateExperts:
+    """Each expert's gate and up projections in one layer, and its down projection."""
+
+    layers: tuple[tuple[PackedLinear, PackedLinear], ...]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(gate_up.nbytes + down.nbytes for gate_up, down in self.layers)
+
+
+def pack(operations: Operations, experts: Iterable[ExpertWeights]) -> SeparateExperts:
+    """See :meth:`Operations.pack_experts`."""
+    return SeparateExperts(
+        tuple(
+            (
+                operations.pack_linear([expert.gate, expert.up], [None, None]),
+                operations.pack_linear([expert.down], [None]),
+            )
+            for expert in experts
+        )
+    )
 
 
 def route(logits: Tensor, top_k: int, normalise: bool) -> tuple[Tensor, Tensor]:
@@ -26,15 +51,14 @@ def route(logits: Tensor, top_k: int, normalise: bool) -> tuple[Tensor, Tensor]:
     return ids, weights / _row_sums(weights) if normalise else weights
 
 
-def apply(operations: Operations, x: Tensor, ids: Tensor, weights: Tensor, experts: Sequence[Expert]) -> Tensor:
+def apply(operations: Operations, x: Tensor, ids: Tensor, weights: Tensor, experts: SeparateExperts) -> Tensor:
     """See :meth:`Operations.apply_experts`."""
     total = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
     for index in torch.unique(ids).tolist():
         rows, places = torch.where(ids == index)
-        expert = experts[index]
-        hidden = operations.silu_and_mul(operations.linear(x[rows], expert.gate_up))
-        output = operations.linear(hidden, expert.down, torch.float32)
-        total[rows] += output * weights[rows, places, None]
+        gate_up, down = experts.layers[index]
+        hidden = operations.silu_and_mul(operations.linear(x[rows], gate_up))
+        total[rows] += operations.linear(hidden, down, torch.float32) * weights[rows, places, None]
     return total.to(x.dtype)
 
 

@@ -15,7 +15,7 @@ agree.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -90,11 +90,19 @@ class DeltaStates:
 
 
 @dataclass(frozen=True, slots=True)
-class Expert:
-    """One expert's feed-forward block."""
+class ExpertWeights:
+    """One expert's feed-forward block, down(silu(gate(x)) * up(x)): gate and up [I, N], down [N, I]."""
 
-    gate_up: PackedLinear
-    down: PackedLinear
+    gate: Tensor
+    up: Tensor
+    down: Tensor
+
+
+class PackedExperts(Protocol):
+    """All experts of one layer in the layout an implementation likes best."""
+
+    @property
+    def nbytes(self) -> int: ...
 
 
 class Operations(Protocol):
@@ -122,7 +130,8 @@ class Operations(Protocol):
         """x [T, D] or [T, H, D], row-strided, normalised over D in float32 -> contiguous, same shape (Zhang & Sennrich
         2019).
 
-        weight [D], in x's dtype; the normalised value is rounded to x's dtype before it is scaled, as in transformers.
+        weight [D], in x's dtype: then the normalised value is rounded to x's dtype before it is scaled, as Llama does;
+        or in float32: then it is scaled first and rounded once, as models with zero-centred norms do.
         """
         ...
 
@@ -169,8 +178,14 @@ class Operations(Protocol):
         """
         ...
 
-    def apply_experts(self, x: Tensor, ids: Tensor, weights: Tensor, experts: Sequence[Expert]) -> Tensor:
-        """Mixture of experts: x [T, N] -> [T, N], the weighted sum of each row's experts, added in float32 in the order
+    def pack_experts(self, experts: Iterable[ExpertWeights], count: int) -> PackedExperts:
+        """Pack ``count`` experts of one size, in the order of their ids, each before the next is taken; none is kept
+        alive."""
+        ...
+
+    def apply_experts(self, x: Tensor, ids: Tensor, weights: Tensor, experts: PackedExperts) -> Tensor:
+        """Mixture of experts (Shazeer et al. 2017): x [T, N] row-strided, ids and weights [T, top_k] as
+        ``route_experts`` gives them -> [T, N], the weighted sum of each row's experts, added in float32 in the order
         of their ids and rounded once."""
         ...
 

@@ -10,7 +10,7 @@ library's kernels keep it.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -19,7 +19,7 @@ from torch import Tensor
 
 from metrale_kernels import experts as mixture
 from metrale_kernels.elementary import exp, sigmoid
-from metrale_kernels.interface import DeltaLayer, DeltaStates, Expert, PackedLinear, RaggedBatch
+from metrale_kernels.interface import DeltaLayer, DeltaStates, ExpertWeights, PackedExperts, PackedLinear, RaggedBatch
 
 ROW_GROUP = 16
 QUERY_TILE = 16
@@ -86,7 +86,7 @@ class ReferenceOperations:
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         wide = x.float()
         normed = wide * torch.rsqrt(_mean_of_squares(wide) + eps)
-        return normed.to(x.dtype) * weight
+        return (normed.to(weight.dtype) * weight).to(x.dtype)
 
     def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
         residual += x
@@ -143,7 +143,11 @@ class ReferenceOperations:
     def route_experts(self, logits: Tensor, top_k: int, normalise: bool) -> tuple[Tensor, Tensor]:
         return mixture.route(logits, top_k, normalise)
 
-    def apply_experts(self, x: Tensor, ids: Tensor, weights: Tensor, experts: Sequence[Expert]) -> Tensor:
+    def pack_experts(self, experts: Iterable[ExpertWeights], count: int) -> mixture.SeparateExperts:
+        return mixture.pack(self, experts)
+
+    def apply_experts(self, x: Tensor, ids: Tensor, weights: Tensor, experts: PackedExperts) -> Tensor:
+        assert isinstance(experts, mixture.SeparateExperts)
         return mixture.apply(self, x, ids, weights, experts)
 
     def write_kv(self, key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slots: Tensor) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from metrale_kernels.interface import Expert, Operations
+from metrale_kernels.interface import Operations
 from torch import Tensor, float32
 
 from metrale_async.models.config import ModelConfig
@@ -38,15 +38,7 @@ class ExpertMixture:
         has_shared = config.experts.shared_intermediate_size is not None
         gates = [f"{prefix}.gate", *([f"{prefix}.shared_expert_gate"] if has_shared else [])]
         self._router = weights.linear(*gates, bias=False)
-        self._experts = [
-            Expert(
-                gate_up=weights.linear(
-                    f"{prefix}.experts.{index}.gate_proj", f"{prefix}.experts.{index}.up_proj", bias=False
-                ),
-                down=weights.linear(f"{prefix}.experts.{index}.down_proj", bias=False),
-            )
-            for index in range(config.experts.num_experts)
-        ]
+        self._experts = weights.experts(f"{prefix}.experts", config.experts.num_experts)
         self._shared = GatedMlp(f"{prefix}.shared_expert", weights, operations, bias=False) if has_shared else None
 
     def __call__(self, hidden: Tensor) -> Tensor:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Final, Protocol
 
 import torch
-from metrale_kernels.interface import Operations, PackedLinear
+from metrale_kernels.interface import ExpertWeights, Operations, PackedExperts, PackedLinear
 from torch import Tensor
 
 from metrale_async.errors import CheckpointError
@@ -116,9 +116,8 @@ class WeightReader:
         return tensor
 
     def norm(self, name: str, *, zero_centred: bool) -> Tensor:
-        """A norm's weight [D]; a zero-centred one is stored less 1."""
-        tensor = self.tensor(name)
-        return tensor.add_(1.0) if zero_centred else tensor
+        """A norm's weight [D]; a zero-centred one is stored less 1, and the sum is only exact in float32."""
+        return self.constant(name).add_(1.0) if zero_centred else self.tensor(name)
 
     def take(self, name: str) -> Tensor:
         """One tensor that the caller makes something else of; what comes of it is counted where it is packed."""
@@ -139,6 +138,17 @@ class WeightReader:
     def pack(self, weights: list[Tensor], biases: list[Tensor | None]) -> PackedLinear:
         """Pack tensors that were read already."""
         packed = self._operations.pack_linear(weights, biases)
+        self.weight_bytes += packed.nbytes
+        return packed
+
+    def experts(self, prefix: str, count: int) -> PackedExperts:
+        """``<prefix>.<id>.gate_proj``, ``up_proj`` and ``down_proj`` of experts 0 to ``count`` - 1, one by one."""
+        modules = ("gate_proj", "up_proj", "down_proj")
+        weights = (
+            ExpertWeights(*(self._read(f"{prefix}.{index}.{module}.weight") for module in modules))
+            for index in range(count)
+        )
+        packed = self._operations.pack_experts(weights, count)
         self.weight_bytes += packed.nbytes
         return packed
 

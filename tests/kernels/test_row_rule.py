@@ -6,7 +6,7 @@ import pytest
 import torch
 from metrale_kernels import Operations, RaggedBatch
 from metrale_kernels.cpu import set_num_threads
-from metrale_kernels.interface import DeltaLayer, DeltaStates, Expert
+from metrale_kernels.interface import DeltaLayer, DeltaStates, ExpertWeights
 
 from tests.kernels.cases import attend, attention_case, implementations, same_bits
 
@@ -68,10 +68,9 @@ def test_gates_gated_norms_and_experts(operations: Operations, dtype: torch.dtyp
 
     x, gate, weight = randn(130, 6, 20), randn(130, 6, 20), randn(20)
     flat, flat_gate, one_gate = x.flatten(1), gate.flatten(1), gate.flatten(1)[:, :1]
-    experts = [
-        Expert(operations.pack_linear([randn(2 * 24, 120)], [None]), operations.pack_linear([randn(120, 24)], [None]))
-        for _ in range(5)
-    ]
+    experts = operations.pack_experts(
+        (ExpertWeights(randn(24, 120), randn(24, 120), randn(120, 24)) for _ in range(5)), 5
+    )
     logits = randn(130, 5).float()
 
     def results(rows: slice) -> list[torch.Tensor]:

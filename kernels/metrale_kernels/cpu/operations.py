@@ -6,15 +6,15 @@ from __future__ import annotations
 import ctypes
 import mmap
 import struct
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from typing import Final
 
 import torch
 from torch import Tensor
 
-from metrale_kernels import experts as mixture
 from metrale_kernels.cpu.build import Build
-from metrale_kernels.interface import DeltaLayer, DeltaStates, Expert, PackedLinear, RaggedBatch
+from metrale_kernels.interface import DeltaLayer, DeltaStates, ExpertWeights, PackedExperts, PackedLinear, RaggedBatch
 
 TILE: Final = 32
 """Outputs in a tile of packed weights (``TILE`` in linear.c)."""
@@ -49,6 +49,21 @@ class CpuLinear:
         self.nbytes = size + (0 if self._bias is None else self._bias.nbytes)
 
 
+@dataclass(frozen=True, slots=True)
+class CpuExperts:
+    """One projection of all experts is one linear layer, in which every expert begins with a tile of its own."""
+
+    count: int
+    inner: int
+    gate: CpuLinear
+    up: CpuLinear
+    down: CpuLinear
+
+    @property
+    def nbytes(self) -> int:
+        return self.gate.nbytes + self.up.nbytes + self.down.nbytes
+
+
 class CpuOperations:
     """See :class:`metrale_kernels.interface.Operations`; every operation keeps the row rule."""
 
@@ -58,14 +73,16 @@ class CpuOperations:
         self.build = build
         self._pack = _entry(build.library, "op_pack", "QQqqqq")
         self._linear = _entry(build.library, "op_linear", "QQQQqqqqqq")
-        self._norm = _entry(build.library, "op_rms_norm", "QQQQqqqqqd")
+        self._norm = _entry(build.library, "op_rms_norm", "QQQQqqqqqdq")
         self._rotary = _entry(build.library, "op_rotary", "QQQQQqqqqqqqq")
         self._silu = _entry(build.library, "op_silu_and_mul", "QQqqqq")
         self._write = _entry(build.library, "op_write_kv", "QQQQQqqqqqqqqq")
         self._embedding = _entry(build.library, "op_embedding", "QQQqqq")
         self._gate = _entry(build.library, "op_sigmoid_and_mul", "QQQqqqqqq")
-        self._gated_norm = _entry(build.library, "op_rms_norm_gated", "QQQQqqqqqdQq")
+        self._gated_norm = _entry(build.library, "op_rms_norm_gated", "QQQQqqqqqdqQq")
         self._delta = _entry(build.library, "op_gated_delta_net", "QQQQQQQQQQQQQqqqqqqqqqq")
+        self._route = _entry(build.library, "op_route_experts", "QQQqqqqq")
+        self._experts = _entry(build.library, "op_apply_experts", "QQQQQQQqqqqqqq")
         self._attention = _entry(build.library, "op_attention", "QQQQQQQQqqqqqqqqqqqd")
 
     def pack_linear(self, weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> CpuLinear:
@@ -81,10 +98,14 @@ class CpuOperations:
         packed = CpuLinear(sum(w.shape[0] for w in weights), in_features, dtype, bias)
         first = 0
         for weight in weights:
-            rows = weight.contiguous()
-            self._pack(rows.data_ptr(), packed.pointer, rows.shape[0], in_features, _DTYPES[dtype], first)
-            first += rows.shape[0]
+            self._put(weight, packed, first)
+            first += weight.shape[0]
         return packed
+
+    def _put(self, weight: Tensor, packed: CpuLinear, first: int) -> None:
+        """Store weight [N, K] as outputs ``first`` and following."""
+        rows = weight.contiguous()
+        self._pack(rows.data_ptr(), packed.pointer, rows.shape[0], rows.shape[1], _DTYPES[rows.dtype], first)
 
     def linear(self, x: Tensor, weight: PackedLinear, out_dtype: torch.dtype | None = None) -> Tensor:
         assert isinstance(weight, CpuLinear) and x.dtype == weight.dtype and x.shape[1] == weight.in_features
@@ -117,7 +138,7 @@ class CpuOperations:
         return self._normalise(x, residual, weight, eps)
 
     def _normalise(self, x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> Tensor:
-        assert x.dtype == weight.dtype and x.shape[-1] == weight.shape[0]
+        assert weight.dtype in (x.dtype, torch.float32) and x.shape[-1] == weight.shape[0]
         out = torch.empty(x.shape, dtype=x.dtype)
         heads = x.shape[1] if x.dim() == 3 else 1
         residual_pointer = 0 if residual is None else residual.data_ptr()
@@ -132,6 +153,7 @@ class CpuOperations:
             x.stride(0),
             _DTYPES[x.dtype],
             eps,
+            _DTYPES[weight.dtype],
         )
         return out
 
@@ -188,6 +210,7 @@ class CpuOperations:
             x.stride(0),
             _DTYPES[x.dtype],
             eps,
+            _DTYPES[weight.dtype],
             gate.data_ptr(),
             gate.stride(0),
         )
@@ -227,10 +250,54 @@ class CpuOperations:
         return out
 
     def route_experts(self, logits: Tensor, top_k: int, normalise: bool) -> tuple[Tensor, Tensor]:
-        return mixture.route(logits, top_k, normalise)
+        rows, count = logits.shape
+        assert logits.dtype == torch.float32 and top_k <= count
+        ids = torch.empty(rows, top_k, dtype=torch.int64)
+        weights = torch.empty(rows, top_k)
+        self._route(
+            logits.data_ptr(), ids.data_ptr(), weights.data_ptr(), rows, count, top_k, logits.stride(0), normalise
+        )
+        return ids, weights
 
-    def apply_experts(self, x: Tensor, ids: Tensor, weights: Tensor, experts: Sequence[Expert]) -> Tensor:
-        return mixture.apply(self, x, ids, weights, experts)
+    def pack_experts(self, experts: Iterable[ExpertWeights], count: int) -> CpuExperts:
+        packed: CpuExperts | None = None
+        for index, expert in enumerate(experts):
+            inner, width = expert.gate.shape
+            if packed is None:
+                dtype = expert.gate.dtype
+                if dtype not in _DTYPES or (dtype == torch.bfloat16 and (inner % 2 or width % 2)):
+                    raise ValueError(f"experts of {inner} by {width} values in {dtype} cannot be packed")
+                gate, up = (CpuLinear(count * _whole_tiles(inner), width, dtype, None) for _ in range(2))
+                down = CpuLinear(count * _whole_tiles(width), inner, dtype, None)
+                packed = CpuExperts(count, inner, gate, up, down)
+            self._put(expert.gate, packed.gate, index * _whole_tiles(inner))
+            self._put(expert.up, packed.up, index * _whole_tiles(inner))
+            self._put(expert.down, packed.down, index * _whole_tiles(width))
+        assert packed is not None
+        return packed
+
+    def apply_experts(self, x: Tensor, ids: Tensor, weights: Tensor, experts: PackedExperts) -> Tensor:
+        assert isinstance(experts, CpuExperts) and x.dtype == experts.gate.dtype
+        rows, width = x.shape
+        assert width == experts.gate.in_features and ids.is_contiguous() and weights.is_contiguous()
+        out = torch.empty(rows, width, dtype=x.dtype)
+        self._experts(
+            x.data_ptr(),
+            ids.data_ptr(),
+            weights.data_ptr(),
+            experts.gate.pointer,
+            experts.up.pointer,
+            experts.down.pointer,
+            out.data_ptr(),
+            rows,
+            width,
+            experts.inner,
+            experts.count,
+            ids.shape[1],
+            x.stride(0),
+            _DTYPES[x.dtype],
+        )
+        return out
 
     def write_kv(self, key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slots: Tensor) -> None:
         self._write(
@@ -287,6 +354,10 @@ class CpuOperations:
             scale,
         )
         return out
+
+
+def _whole_tiles(outputs: int) -> int:
+    return -(-outputs // TILE) * TILE
 
 
 def _entry(library: ctypes.CDLL, name: str, fields: str) -> Callable[..., None]:

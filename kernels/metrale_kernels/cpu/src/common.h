@@ -70,6 +70,14 @@ static inline vf max_vf(vf a, vf b) {
     return as_float((mask & as_bits(a)) | (~mask & as_bits(b)));
 #endif
 }
+/* a * b + c where a sum of two products must not be fused now one way, now the other. */
+static inline vf fma_vf(vf a, vf b, vf c) {
+#ifdef METRALE_AVX512
+    return (vf)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
+#else
+    return a * b + c;
+#endif
+}
 /* Lanes are folded in halves: one order everywhere. */
 #if defined(__clang__)
 #define SHUFFLE(x, ...) __builtin_shufflevector(x, x, __VA_ARGS__)

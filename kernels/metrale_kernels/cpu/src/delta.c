@@ -1,8 +1,15 @@
 /* Gated delta net (Yang, Kautz, Hatamizadeh 2024): a short causal convolution, then a recurrence with a matrix state.
  *
  * Token by token in float32, in one order, however a sequence is cut into calls: the state at a position is a function of the
- * tokens before it. A task is one value head of one sequence; it reads the old state and writes the new one elsewhere. */
+ * tokens before it. Rows are taken in batches: first everything that needs no state (convolution, norms, gates), by rows; then
+ * the recurrence, a task for some columns of one head of one sequence. The old state is read and the new one written
+ * elsewhere. */
 #include "common.h"
+
+#define BATCH_ROWS 256
+#define BLOCK_ROWS 8
+#define PARTS 4
+#define MAX_VECTORS 4
 
 struct delta_args {
     const void *mixed;      /* [rows, 2 * key_heads * key_dim + value_heads * value_dim]: q, k, v before the convolution */
@@ -27,120 +34,233 @@ static inline int64_t channels_of(const struct delta_args *a) {
     return 2 * a->key_heads * a->key_dim + a->value_heads * a->value_dim;
 }
 
-/* silu of the convolution at row `row` for channels first .. first + count - 1. Rows before the call's first one come from
- * the kept inputs (NULL: zeros). */
-static void convolve(const struct delta_args *a, const char *kept, int64_t begin, int64_t row, int64_t first,
-                     int64_t count, float *out) {
-    int64_t channels = channels_of(a), item = a->dtype == F32 ? 4 : 2;
-    for (int64_t c = 0; c < count; c++) out[c] = 0;
-    for (int64_t j = 0; j < a->kernel; j++) {
-        int64_t source = row - a->kernel + 1 + j;
-        const char *input;
-        if (source >= begin) {
-            input = (const char *)a->mixed + source * a->mixed_stride * item;
-        } else if (kept) {
-            input = kept + (source - begin + a->kernel - 1) * channels * item;
-        } else {
-            continue;
-        }
-        const float *weight = a->conv + j * channels + first;
-        for (int64_t c = 0; c < count; c++) out[c] += weight[c] * value_at(input, a->dtype, first + c);
-    }
-    int64_t c = 0;
-    for (; c < count; c += LANES) {
+/* What the recurrence needs of a row, computed beforehand: [channels] queries and keys normalised, values; then for each value
+ * head what is kept of its state and how strongly it is written. */
+struct work {
+    const struct delta_args *a;
+    int64_t channels, item, first_row, rows, row_floats, pieces, blocks;
+    float *prepared;    /* [rows, row_floats] */
+    int32_t *sequences; /* [rows] */
+    struct piece *list;
+};
+
+/* Rows of one sequence in the batch. */
+struct piece {
+    int64_t sequence, begin, end;
+};
+
+static const char *kept_inputs(const struct work *w, int64_t sequence) {
+    const struct delta_args *a = w->a;
+    if (a->positions[a->query_starts[sequence]] == 0) return NULL;
+    return (const char *)a->conv_states + a->reads[sequence] * (a->kernel - 1) * w->channels * w->item;
+}
+
+/* The inputs of the row `back` rows before `row`: of this call, kept from before, or NULL before the sequence's first. */
+static const char *input_row(const struct work *w, int64_t sequence, const char *kept, int64_t row, int64_t back) {
+    const struct delta_args *a = w->a;
+    int64_t begin = a->query_starts[sequence];
+    if (row - back >= begin) return (const char *)a->mixed + (row - back) * a->mixed_stride * w->item;
+    if (!kept) return NULL;
+    return kept + (row - back - begin + a->kernel - 1) * w->channels * w->item;
+}
+
+static inline vf load_some(const void *p, int64_t dtype, int64_t count) {
+    if (count >= LANES) return dtype == F32 ? load_f32(p) : load_bf16(p);
+    char whole[LANES * sizeof(float)] = {0};
+    memcpy(whole, p, count * (dtype == F32 ? 4 : 2));
+    return dtype == F32 ? load_f32((float *)whole) : load_bf16((bf16 *)whole);
+}
+static inline void store_some(void *p, int64_t dtype, int64_t count, vf x) {
+    char whole[LANES * sizeof(float)];
+    void *to = count >= LANES ? p : whole;
+    if (dtype == F32) store_f32(to, x);
+    else store_bf16(to, x);
+    if (count < LANES) memcpy(p, whole, count * (dtype == F32 ? 4 : 2));
+}
+
+/* silu of the convolution for channels first .. first + count - 1 of one row. */
+static void convolve(const struct work *w, const char *const *inputs, int64_t first, int64_t count, float *out) {
+    const struct delta_args *a = w->a;
+    for (int64_t c = 0; c < count; c += LANES) {
+        int64_t width = count - c;
         vf x = {};
-        int64_t width = count - c < LANES ? count - c : LANES;
-        memcpy(&x, out + c, width * sizeof(float));
-        x = x / (1.0f + exp_vf(-x));
-        memcpy(out + c, &x, width * sizeof(float));
+        for (int64_t j = 0; j < a->kernel; j++) {
+            if (!inputs[j]) continue;
+            vf input = load_some(inputs[j] + (first + c) * w->item, a->dtype, width);
+            x = x + input * load_some(a->conv + j * w->channels + first + c, F32, width);
+        }
+        store_some(out + c, F32, width, x / (1.0f + exp_vf(-x)));
     }
 }
 
 static void l2_normalise(float *x, int64_t count, float scale) {
-    float total = 0;
-    for (int64_t i = 0; i < count; i++) total += x[i] * x[i];
-    float factor = scale / sqrtf(total + 1e-6f);
+    vf squares = {};
+    for (int64_t i = 0; i < count; i += LANES) {
+        vf v = load_some(x + i, F32, count - i);
+        squares = squares + v * v;
+    }
+    float factor = scale / sqrtf(sum_lanes(squares) + 1e-6f);
     for (int64_t i = 0; i < count; i++) x[i] *= factor;
 }
 
-static void keep_inputs(const struct delta_args *a, const char *kept, int64_t begin, int64_t end, char *into,
-                        int64_t first, int64_t count) {
-    int64_t channels = channels_of(a), item = a->dtype == F32 ? 4 : 2;
+/* A share of the heads of a few rows. */
+static void prepare(void *context, int64_t task) {
+    const struct work *w = context;
+    const struct delta_args *a = w->a;
+    int64_t block = task / PARTS, part = task % PARTS;
+    int64_t end = (block + 1) * BLOCK_ROWS < w->rows ? (block + 1) * BLOCK_ROWS : w->rows;
+    int64_t units = 2 * a->key_heads + a->value_heads;
+    float query_scale = 1.0f / sqrtf((float)a->key_dim);
+    const char **inputs = thread_scratch(6, a->kernel * sizeof *inputs);
+    for (int64_t i = block * BLOCK_ROWS; i < end; i++) {
+        int64_t row = w->first_row + i, sequence = w->sequences[i];
+        const char *kept = kept_inputs(w, sequence);
+        for (int64_t j = 0; j < a->kernel; j++) inputs[j] = input_row(w, sequence, kept, row, a->kernel - 1 - j);
+        float *out = w->prepared + i * w->row_floats;
+        for (int64_t unit = units * part / PARTS; unit < units * (part + 1) / PARTS; unit++) {
+            int64_t value_head = unit - 2 * a->key_heads;
+            int64_t count = value_head < 0 ? a->key_dim : a->value_dim;
+            int64_t first = value_head < 0 ? unit * a->key_dim : 2 * a->key_heads * a->key_dim + value_head * count;
+            convolve(w, inputs, first, count, out + first);
+            if (value_head < 0) l2_normalise(out + first, count, unit < a->key_heads ? query_scale : 1.0f);
+        }
+        float *gates = out + w->channels;
+        for (int64_t head = a->value_heads * part / PARTS; head < a->value_heads * (part + 1) / PARTS; head++) {
+            float x = value_at(a->decay, a->dtype, row * a->decay_stride + head) + a->bias[head];
+            float softplus = x > 20.0f ? x : log1pf(expf(x));
+            gates[2 * head] = expf(a->rate[head] * softplus);
+            gates[2 * head + 1] = 1.0f / (1.0f + expf(-value_at(a->beta, a->dtype, row * a->beta_stride + head)));
+        }
+    }
+}
+
+/* sum over i of state[i] * key[i]: what the state holds under a key, for R vectors of columns. */
+#define RECALL(R)                                                                                                      \
+    static void recall_##R(const float *state, int64_t stride, const float *key, int64_t depth, vf *known) {           \
+        vf sum[R];                                                                                                     \
+        for (int r = 0; r < R; r++) sum[r] = (vf){};                                                                   \
+        for (int64_t i = 0; i < depth; i++)                                                                            \
+            for (int r = 0; r < R; r++) sum[r] = sum[r] + load_f32(state + i * stride + r * LANES) * key[i];           \
+        for (int r = 0; r < R; r++) known[r] = sum[r];                                                                 \
+    }
+/* One token: target = keep * source + key x change. In the same pass the new state is read under the token's query and
+ * recalled under the next token's key, in the order of recall. */
+#define WRITE(R)                                                                                                       \
+    static void write_##R(const float *source, int64_t from_stride, float *target, int64_t to_stride, float keep,      \
+                          const float *key, const float *query, const float *next_key, int64_t depth,                  \
+                          const vf *change, vf *read, vf *known) {                                                     \
+        vf added[R], seen[R], sum[R];                                                                                  \
+        for (int r = 0; r < R; r++) added[r] = change[r], seen[r] = sum[r] = (vf){};                                   \
+        for (int64_t i = 0; i < depth; i++) {                                                                          \
+            for (int r = 0; r < R; r++) {                                                                              \
+                vf now = fma_vf(added[r], splat(key[i]), load_f32(source + i * from_stride + r * LANES) * keep);       \
+                store_f32(target + i * to_stride + r * LANES, now);                                                    \
+                seen[r] = seen[r] + now * query[i];                                                                    \
+                sum[r] = sum[r] + now * next_key[i];                                                                   \
+            }                                                                                                          \
+        }                                                                                                              \
+        for (int r = 0; r < R; r++) read[r] = seen[r], known[r] = sum[r];                                              \
+    }
+#define EACH(MACRO) MACRO(1) MACRO(2) MACRO(3) MACRO(4)
+EACH(RECALL)
+EACH(WRITE)
+
+typedef void (*recall_fn)(const float *, int64_t, const float *, int64_t, vf *);
+typedef void (*write_fn)(const float *, int64_t, float *, int64_t, float, const float *, const float *, const float *,
+                         int64_t, const vf *, vf *, vf *);
+static const recall_fn recalls[MAX_VECTORS + 1] = {0, recall_1, recall_2, recall_3, recall_4};
+static const write_fn writes[MAX_VECTORS + 1] = {0, write_1, write_2, write_3, write_4};
+
+static void keep_inputs(const struct work *w, int64_t sequence) {
+    const struct delta_args *a = w->a;
+    int64_t last = a->query_starts[sequence + 1] - 1;
+    size_t bytes = w->channels * w->item;
+    char *into = (char *)a->conv_states + a->writes[sequence] * (a->kernel - 1) * bytes;
+    const char *kept = kept_inputs(w, sequence);
     for (int64_t j = 0; j < a->kernel - 1; j++) {
-        int64_t source = end - a->kernel + 1 + j;
-        char *target = into + (j * channels + first) * item;
-        if (source >= begin) {
-            memcpy(target, (const char *)a->mixed + (source * a->mixed_stride + first) * item, count * item);
-        } else if (kept) {
-            memcpy(target, kept + ((source - begin + a->kernel - 1) * channels + first) * item, count * item);
-        } else {
-            memset(target, 0, count * item);
-        }
+        const char *input = input_row(w, sequence, kept, last, a->kernel - 2 - j);
+        if (input) memcpy(into + j * bytes, input, bytes);
+        else memset(into + j * bytes, 0, bytes);
     }
 }
 
-static void run_head(void *context, int64_t task) {
-    const struct delta_args *a = context;
-    int64_t s = task / a->value_heads, head = task % a->value_heads, item = a->dtype == F32 ? 4 : 2;
-    int64_t begin = a->query_starts[s], end = a->query_starts[s + 1];
-    if (begin == end) return;
-    int64_t group = a->value_heads / a->key_heads, key_head = head / group;
-    int64_t dk = a->key_dim, dv = a->value_dim, lanes = (dv + LANES - 1) / LANES * LANES;
-    int64_t query_channel = key_head * dk, key_channel = (a->key_heads + key_head) * dk;
-    int64_t value_channel = 2 * a->key_heads * dk + head * dv, channels = channels_of(a);
-    int is_fresh = a->positions[begin] == 0;
-    int64_t state_size = a->value_heads * dk * dv, kept_bytes = (a->kernel - 1) * channels * item;
-    const char *kept = is_fresh ? NULL : (const char *)a->conv_states + a->reads[s] * kept_bytes;
-    const float *old_state = a->states + a->reads[s] * state_size + head * dk * dv;
-    float *new_state = a->states + a->writes[s] * state_size + head * dk * dv;
+/* The rows of one piece, for some columns of one value head. */
+static void recur(void *context, int64_t task) {
+    const struct work *w = context;
+    const struct delta_args *a = w->a;
+    int64_t block = task % w->blocks, head = task / w->blocks % a->value_heads;
+    const struct piece *piece = w->list + task / w->blocks / a->value_heads;
+    int64_t dk = a->key_dim, dv = a->value_dim, column = block * MAX_VECTORS * LANES;
+    int64_t columns = dv - column < MAX_VECTORS * LANES ? dv - column : MAX_VECTORS * LANES;
+    int64_t vectors = (columns + LANES - 1) / LANES, stride = vectors * LANES;
+    int is_first = piece->begin == a->query_starts[piece->sequence];
+    int is_fresh = is_first && a->positions[piece->begin] == 0;
+    int64_t place = is_first ? a->reads[piece->sequence] : a->writes[piece->sequence];
+    int64_t head_start = head * dk * dv + column, state_size = a->value_heads * dk * dv;
+    const float *old_state = a->states + place * state_size + head_start;
+    float *new_state = a->states + a->writes[piece->sequence] * state_size + head_start;
 
-    float *state = thread_scratch(6, (dk * lanes + 2 * dk + 4 * lanes) * sizeof(float));
-    float *query = state + dk * lanes, *key = query + dk, *value = key + dk, *memory = value + lanes;
-    float *result = memory + lanes;
-    memset(state, 0, dk * lanes * sizeof(float));
-    if (!is_fresh)
-        for (int64_t i = 0; i < dk; i++) memcpy(state + i * lanes, old_state + i * dv, dv * sizeof(float));
-    memset(value, 0, lanes * sizeof(float));
+    /* Between the first and the last token the columns live in a small block; columns that fill no vector always do. */
+    float *scratch = thread_scratch(6, dk * stride * sizeof(float));
+    int is_direct = dv % LANES == 0;
+    const float *source = is_fresh || !is_direct ? scratch : old_state;
+    int64_t from_stride = source == scratch ? stride : dv;
+    if (source == scratch) {
+        memset(scratch, 0, dk * stride * sizeof(float));
+        if (!is_fresh)
+            for (int64_t i = 0; i < dk; i++) memcpy(scratch + i * stride, old_state + i * dv, columns * sizeof(float));
+    }
 
-    for (int64_t row = begin; row < end; row++) {
-        convolve(a, kept, begin, row, query_channel, dk, query);
-        convolve(a, kept, begin, row, key_channel, dk, key);
-        convolve(a, kept, begin, row, value_channel, dv, value);
-        l2_normalise(query, dk, 1.0f / sqrtf((float)dk));
-        l2_normalise(key, dk, 1.0f);
-        float x = value_at(a->decay, a->dtype, row * a->decay_stride + head) + a->bias[head];
-        float softplus = x > 20.0f ? x : log1pf(expf(x));
-        float keep = expf(a->rate[head] * softplus);
-        float strength = 1.0f / (1.0f + expf(-value_at(a->beta, a->dtype, row * a->beta_stride + head)));
-        for (int64_t d = 0; d < lanes; d += LANES) {
-            vf known = {};
-            for (int64_t i = 0; i < dk; i++) {
-                vf kept_row = load_f32(state + i * lanes + d) * keep;
-                store_f32(state + i * lanes + d, kept_row);
-                known = known + kept_row * key[i];
-            }
-            vf change = (load_f32(value + d) - known) * strength;
-            vf read = {};
-            for (int64_t i = 0; i < dk; i++) {
-                vf row_now = load_f32(state + i * lanes + d) + change * key[i];
-                store_f32(state + i * lanes + d, row_now);
-                read = read + row_now * query[i];
-            }
-            store_f32(result + d, read);
+    int64_t key_head = head / (a->value_heads / a->key_heads), value_channel = 2 * a->key_heads * dk + head * dv + column;
+    const float *row = w->prepared + (piece->begin - w->first_row) * w->row_floats;
+    const float *key = row + (a->key_heads + key_head) * dk;
+    vf known[MAX_VECTORS], change[MAX_VECTORS], read[MAX_VECTORS];
+    recalls[vectors](source, from_stride, key, dk, known);
+    for (int64_t r = piece->begin; r < piece->end; r++) {
+        int is_last = r + 1 == piece->end;
+        const float *next_key = is_last ? key : key + w->row_floats;
+        float keep = row[w->channels + 2 * head], strength = row[w->channels + 2 * head + 1];
+        for (int64_t v = 0; v < vectors; v++) {
+            vf value = load_some(row + value_channel + v * LANES, F32, columns - v * LANES);
+            change[v] = (value - known[v] * keep) * strength;
         }
-        int64_t place = (row * a->value_heads + head) * dv;
-        for (int64_t d = 0; d < dv; d++) {
-            if (a->dtype == F32) ((float *)a->out)[place + d] = result[d];
-            else ((bf16 *)a->out)[place + d] = float_to_bf16(result[d]);
-        }
+        float *target = is_last && is_direct ? new_state : scratch;
+        int64_t to_stride = target == scratch ? stride : dv;
+        writes[vectors](source, from_stride, target, to_stride, keep, key, row + key_head * dk, next_key, dk, change, read,
+                        known);
+        int64_t out = (r * a->value_heads + head) * dv + column;
+        for (int64_t v = 0; v < vectors; v++)
+            store_some((char *)a->out + (out + v * LANES) * w->item, a->dtype, columns - v * LANES, read[v]);
+        source = target, from_stride = to_stride;
+        row += w->row_floats, key = next_key;
     }
-    for (int64_t i = 0; i < dk; i++) memcpy(new_state + i * dv, state + i * lanes, dv * sizeof(float));
-    char *into = (char *)a->conv_states + a->writes[s] * kept_bytes;
-    keep_inputs(a, kept, begin, end, into, value_channel, dv);
-    if (head % group == 0) {
-        keep_inputs(a, kept, begin, end, into, query_channel, dk);
-        keep_inputs(a, kept, begin, end, into, key_channel, dk);
-    }
+    if (!is_direct)
+        for (int64_t i = 0; i < dk; i++) memcpy(new_state + i * dv, scratch + i * stride, columns * sizeof(float));
+    if (head == 0 && block == 0 && piece->end == a->query_starts[piece->sequence + 1]) keep_inputs(w, piece->sequence);
 }
 
-void op_gated_delta_net(const struct delta_args *a) { pool_run(run_head, (void *)a, a->sequences * a->value_heads); }
+void op_gated_delta_net(const struct delta_args *a) {
+    struct work w = {.a = a, .channels = channels_of(a), .item = a->dtype == F32 ? 4 : 2};
+    int64_t total = a->query_starts[a->sequences], batch_rows = total < BATCH_ROWS ? total : BATCH_ROWS;
+    w.row_floats = (w.channels + 2 * a->value_heads + LANES - 1) / LANES * LANES;
+    w.blocks = (a->value_dim + MAX_VECTORS * LANES - 1) / (MAX_VECTORS * LANES);
+    size_t prepared = batch_rows * w.row_floats * sizeof(float), sequences = (batch_rows * sizeof(int32_t) + 63) / 64 * 64;
+    char *memory = thread_scratch(7, prepared + sequences + batch_rows * sizeof(struct piece));
+    w.prepared = (float *)memory;
+    w.sequences = (int32_t *)(memory + prepared);
+    w.list = (struct piece *)(memory + prepared + sequences);
+    int64_t sequence = 0;
+    for (w.first_row = 0; w.first_row < total; w.first_row += batch_rows) {
+        w.rows = total - w.first_row < batch_rows ? total - w.first_row : batch_rows;
+        int64_t end = w.first_row + w.rows, row = w.first_row;
+        w.pieces = 0;
+        while (row < end) {
+            while (a->query_starts[sequence + 1] <= row) sequence++;
+            int64_t piece_end = a->query_starts[sequence + 1] < end ? a->query_starts[sequence + 1] : end;
+            w.list[w.pieces++] = (struct piece){sequence, row, piece_end};
+            for (; row < piece_end; row++) w.sequences[row - w.first_row] = sequence;
+        }
+        pool_run(prepare, &w, (w.rows + BLOCK_ROWS - 1) / BLOCK_ROWS * PARTS);
+        pool_run(recur, &w, w.pieces * a->value_heads * w.blocks);
+    }
+}

@@ -45,6 +45,7 @@ struct norm_args {
     void *out;       /* contiguous */
     int64_t rows, heads, width, x_stride, dtype;
     double eps;
+    int64_t weight_dtype; /* a float32 weight is applied before rounding to bfloat16, one in dtype after */
 };
 
 static void norm_one(const struct norm_args *a, const void *x, void *out) {
@@ -60,15 +61,16 @@ static void norm_one(const struct norm_args *a, const void *x, void *out) {
         total += v * v;
     }
     float factor = 1.0f / sqrtf(total / (float)a->width + (float)a->eps);
+    int rounds = a->weight_dtype == BF16;
     for (i = 0; i + LANES <= a->width; i += LANES) {
         vf v = load(x, a->dtype, i) * factor;
-        if (a->dtype == BF16) v = round_bf16(v);
-        store(out, a->dtype, i, v * load(a->weight, a->dtype, i));
+        if (rounds) v = round_bf16(v);
+        store(out, a->dtype, i, v * load(a->weight, a->weight_dtype, i));
     }
     for (; i < a->width; i++) {
         float v = load1(x, a->dtype, i) * factor;
-        if (a->dtype == BF16) v = bf16_to_float(float_to_bf16(v));
-        store1(out, a->dtype, i, v * load1(a->weight, a->dtype, i));
+        if (rounds) v = bf16_to_float(float_to_bf16(v));
+        store1(out, a->dtype, i, v * load1(a->weight, a->weight_dtype, i));
     }
 }
 
@@ -131,6 +133,7 @@ struct silu_args {
 };
 
 static inline vf silu(vf x) { return x / (1.0f + exp_vf(-x)); }
+static inline vf sigmoid(vf x) { return 1.0f / (1.0f + exp_vf(-x)); }
 
 static void silu_row(const void *args, int64_t row) {
     const struct silu_args *a = args;
@@ -153,13 +156,17 @@ struct gate_args {
 
 static void gate_row(const void *args, int64_t row) {
     const struct gate_args *a = args;
-    for (int64_t i = 0; i < a->width; i += LANES) {
-        int64_t width = a->width - i < LANES ? a->width - i : LANES;
-        vf gate = {};
-        for (int64_t l = 0; l < width; l++) gate[l] = load1(a->gate, a->dtype, row * a->gate_stride + (i + l) * a->gate_step);
-        vf factor = 1.0f / (1.0f + exp_vf(-gate));
-        for (int64_t l = 0; l < width; l++)
-            store1(a->out, a->dtype, row * a->width + i + l, load1(a->x, a->dtype, row * a->x_stride + i + l) * factor[l]);
+    const void *x = at(a->x, a->dtype, row * a->x_stride), *gate = at(a->gate, a->dtype, row * a->gate_stride);
+    void *out = at(a->out, a->dtype, row * a->width);
+    vf factor = sigmoid(splat(load1(gate, a->dtype, 0)));
+    int64_t i = 0;
+    for (; i + LANES <= a->width; i += LANES) {
+        if (a->gate_step) factor = sigmoid(load(gate, a->dtype, i));
+        store(out, a->dtype, i, load(x, a->dtype, i) * factor);
+    }
+    for (; i < a->width; i++) {
+        if (a->gate_step) factor = sigmoid(splat(load1(gate, a->dtype, i)));
+        store1(out, a->dtype, i, load1(x, a->dtype, i) * factor[0]);
     }
 }
 
@@ -177,13 +184,12 @@ static void gated_norm_row(const void *args, int64_t row) {
     norm_row(n, row);
     int64_t width = n->heads * n->width;
     void *out = at(n->out, n->dtype, row * width);
-    for (int64_t i = 0; i < width; i += LANES) {
-        int64_t count = width - i < LANES ? width - i : LANES;
-        vf gate = {};
-        for (int64_t l = 0; l < count; l++) gate[l] = load1(a->gate, n->dtype, row * a->gate_stride + i + l);
-        vf factor = silu(gate);
-        for (int64_t l = 0; l < count; l++) store1(out, n->dtype, i + l, load1(out, n->dtype, i + l) * factor[l]);
-    }
+    const void *gate = at(a->gate, n->dtype, row * a->gate_stride);
+    int64_t i = 0;
+    for (; i + LANES <= width; i += LANES)
+        store(out, n->dtype, i, load(out, n->dtype, i) * silu(load(gate, n->dtype, i)));
+    for (; i < width; i++)
+        store1(out, n->dtype, i, load1(out, n->dtype, i) * silu(splat(load1(gate, n->dtype, i)))[0]);
 }
 
 void op_rms_norm_gated(const struct gated_norm_args *a) { for_rows(gated_norm_row, a, a->norm.rows); }

@@ -3,19 +3,10 @@
  * Weights are packed in tiles of 32 outputs: for float32 [K][32], for bfloat16 [K / 2][32][2] (pairs of neighbouring K, as
  * dot-product instructions want them). Every output is one chain of additions over K in order, in one accumulator,
  * whatever the number of rows: that is the row rule. Speed comes from computing up to ROWS x 32 chains at a time. */
-#include "common.h"
+#include "linear.h"
 
-#define TILE 32
 #define ROWS 8
 #define ROWS_PER_TASK 256
-
-struct linear_args {
-    const void *x;
-    const void *packed;
-    const float *bias; /* [padded N] or NULL */
-    void *out;
-    int64_t rows, in_features, out_features, x_stride, x_dtype, out_dtype;
-};
 
 struct context {
     const struct linear_args *a;
@@ -119,18 +110,21 @@ static const kernel_f32 kernels_f32[ROWS + 1] = {0, kernel_f32_1, kernel_f32_2, 
 static const kernel_bf16 kernels_bf16[ROWS + 1] = {0, kernel_bf16_1, kernel_bf16_2, kernel_bf16_3, kernel_bf16_4,
                                                    kernel_bf16_5, kernel_bf16_6, kernel_bf16_7, kernel_bf16_8};
 
-static void run_task(void *context, int64_t task) {
-    const struct context *c = context;
-    const struct linear_args *a = c->a;
-    int64_t tile = task % c->tiles, group = task / c->tiles;
-    int64_t end = (group + 1) * ROWS_PER_TASK < a->rows ? (group + 1) * ROWS_PER_TASK : a->rows;
-    for (int64_t row = group * ROWS_PER_TASK; row < end; row += ROWS) {
+void linear_tile(const struct linear_args *a, int64_t tile, int64_t begin, int64_t end) {
+    for (int64_t row = begin; row < end; row += ROWS) {
         int64_t count = end - row < ROWS ? end - row : ROWS;
         if (a->x_dtype == F32)
             kernels_f32[count](a, (const float *)a->packed + tile * a->in_features * TILE, row, tile * TILE);
         else
             kernels_bf16[count](a, (const bf16 *)a->packed + tile * a->in_features * TILE, row, tile * TILE);
     }
+}
+
+static void run_task(void *context, int64_t task) {
+    const struct context *c = context;
+    int64_t tile = task % c->tiles, begin = task / c->tiles * ROWS_PER_TASK;
+    int64_t end = begin + ROWS_PER_TASK < c->a->rows ? begin + ROWS_PER_TASK : c->a->rows;
+    linear_tile(c->a, tile, begin, end);
 }
 
 void op_linear(const struct linear_args *a) {
