@@ -14,11 +14,11 @@ from aiohttp import web
 from metrale_async.api import chat, completions, information, tokenization
 from metrale_async.api.auth import TokenCheck
 from metrale_async.api.context import METRICS, SERVICE, SUMMARY, TOKENS, Service
-from metrale_async.api.event_stream import ClientLeftError
 from metrale_async.api.failures import error_response, http_exception_response, json_response, unexpected_error_object
 from metrale_async.api.loop_lag import measure_loop_lag
 from metrale_async.api.metrics import Metrics
 from metrale_async.api.request_log import CLIENT_LEFT, REQUEST_ID_HEADER, RequestSummary, request_id_of
+from metrale_async.api.sending import ClientLeftError, send_whole
 from metrale_async.api.server_args import ServerArgs
 from metrale_async.engine import AsyncEngine
 from metrale_async.errors import EngineError, RequestError
@@ -54,7 +54,8 @@ def build_app(engine: AsyncEngine, args: ServerArgs | None = None, metrics: Metr
         ("GET", "/health/live", information.live),
         ("GET", "/metrics", information.metrics),
     ):
-        app.router.add_route(method, path, handler, expect_handler=_expect_later)
+        add = app.router.add_get if method == "GET" else app.router.add_post  # the former answers HEAD too
+        add(path, handler, expect_handler=_expect_later)
     app.cleanup_ctx.append(_loop_lag)
     return app
 
@@ -77,11 +78,14 @@ async def _outcome(request: web.Request, handler: Handler) -> web.StreamResponse
     status = CLIENT_LEFT
     try:
         response = await _response(request, handler)
-        status = response.status
         if not response.prepared:
             response.headers[REQUEST_ID_HEADER] = summary.request_id
+        if isinstance(response, web.Response):
+            response = await send_whole(request, response)
+        status = response.status
         return response
-    except ClientLeftError:
+    except ClientLeftError as error:
+        summary.left = str(error)
         # The connection is closed, so whatever is returned goes nowhere.
         return web.Response(status=CLIENT_LEFT)
     finally:

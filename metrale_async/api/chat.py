@@ -11,16 +11,25 @@ import anyio.to_thread
 import orjson
 from aiohttp import web
 
-from metrale_async.api.chat_prompt import encode_messages
+from metrale_async.api.chat_prompt import encode_messages, template_messages
 from metrale_async.api.context import SERVICE, SUMMARY, Service
 from metrale_async.api.event_stream import EventStream, send_events
 from metrale_async.api.failures import json_response
-from metrale_async.api.generation import collect, note_request, read_streams, submitted, usage_object
-from metrale_async.api.json_body import read_json_object
+from metrale_async.api.generation import (
+    check_prompts,
+    collect,
+    cost_of_answer,
+    note_request,
+    read_streams,
+    submitted,
+    usage_object,
+)
+from metrale_async.api.json_body import read_json
 from metrale_async.api.limits import MAX_INLINE_LOGPROBS
 from metrale_async.api.logprobs import chat_logprobs, prompt_logprobs
+from metrale_async.api.request_log import note_request_id
 from metrale_async.api.sampling import sampling_params
-from metrale_async.api.schemas import ChatCompletionRequest, check_stream_options, read_fields
+from metrale_async.api.schemas import ChatCompletionRequest, UsageInStream, check_stream_options, read_fields
 from metrale_async.engine import (
     ChoiceOutput,
     GenerationStream,
@@ -28,6 +37,7 @@ from metrale_async.engine import (
     RequestOutput,
     SamplingParams,
     TokenLogprobs,
+    Usage,
 )
 from metrale_async.errors import InvalidRequestError
 from metrale_async.text import Tokenizer
@@ -36,23 +46,24 @@ from metrale_async.text import Tokenizer
 async def chat_completions(request: web.Request) -> web.StreamResponse:
     service, summary = request.app[SERVICE], request[SUMMARY]
     service.check_ready()
-    body = await read_json_object(request)
-    fields, summary.ignored_fields = read_fields(body, ChatCompletionRequest)
+    fields, summary.ignored_fields, messages = await read_json(request, _read_body)
+    note_request_id(request, summary, fields.request_id)
     summary.stream = bool(fields.stream)
     model = service.check_model(fields.model)
-    include_usage = check_stream_options(fields)
+    usage = check_stream_options(fields)
     params = _params(service, fields)
-    prompt = await encode_messages(service.engine.tokenizer, fields)
-    note_request(summary, service.engine, [prompt], params.n, log_prompts=service.args.log_prompts)
+    prompt = await encode_messages(service.engine.tokenizer, fields, messages)
+    check_prompts(service.engine, [prompt], params)
     answer = ChatAnswer(service, fields, params, model)
-    with submitted(service.engine, [prompt], params, answer.id, fields.cache_salt) as streams:
+    note_request(summary, service.engine, answer.id, [prompt], params.n, log_prompts=service.args.log_prompts)
+    async with submitted(service.engine, [prompt], params, answer.id, fields.cache_salt) as streams:
         if not fields.stream:
             (output,) = await collect(streams)
             summary.note_output([output])
             return await answer.whole(output)
 
         async def produce(events: EventStream) -> None:
-            encoder = ChatEventEncoder(answer, streams[0], include_usage=include_usage)
+            encoder = ChatEventEncoder(answer, streams[0], usage)
 
             async def send(_: int, batch: list[OutputDelta]) -> None:
                 summary.note_batch(batch)
@@ -60,9 +71,14 @@ async def chat_completions(request: web.Request) -> web.StreamResponse:
                 if events_of_batch:
                     await events.write(events_of_batch)
 
-            await read_streams(streams, send)
+            await read_streams(streams, send, 1 if params.logprobs is None else 2 + params.logprobs)
 
         return await send_events(request, produce)
+
+
+def _read_body(body: dict[str, Any]) -> tuple[ChatCompletionRequest, list[str], list[dict[str, Any]]]:
+    fields, unknown = read_fields(body, ChatCompletionRequest)
+    return fields, unknown, template_messages(fields.messages)
 
 
 def _params(service: Service, fields: ChatCompletionRequest) -> SamplingParams:
@@ -70,6 +86,12 @@ def _params(service: Service, fields: ChatCompletionRequest) -> SamplingParams:
         raise InvalidRequestError("top_logprobs needs logprobs to be true", param="top_logprobs")
     top_logprobs = fields.top_logprobs or 0
     max_tokens = fields.max_tokens if fields.max_completion_tokens is None else fields.max_completion_tokens
+    if fields.max_tokens not in (None, max_tokens):
+        raise InvalidRequestError(
+            f"max_tokens is {fields.max_tokens} and max_completion_tokens, its newer name, is {max_tokens}; "
+            "allowed: one of them, or both with the same value",
+            param="max_tokens",
+        )
     try:
         return sampling_params(
             fields,
@@ -99,20 +121,18 @@ class ChatAnswer:
         self.returns_token_ids = bool(fields.return_token_ids)
 
     async def whole(self, output: RequestOutput) -> web.Response:
-        tokens = sum(len(choice.token_ids) for choice in output.choices) + len(output.prompt_logprobs or ())
-        alternatives = 1 + max(self.params.logprobs or 0, self.params.prompt_logprobs or 0)
-        with_logprobs = self.params.logprobs is not None or self.params.prompt_logprobs is not None
-        if with_logprobs and tokens * alternatives > MAX_INLINE_LOGPROBS:
-            return json_response(await anyio.to_thread.run_sync(self._object, output))
-        return json_response(self._object(output))
+        if cost_of_answer(self.params, [output]) > MAX_INLINE_LOGPROBS:
+            return json_response(await anyio.to_thread.run_sync(self._json, output))
+        return json_response(self._json(output))
 
-    def _object(self, output: RequestOutput) -> dict[str, Any]:
+    def _json(self, output: RequestOutput) -> bytes:
         made: dict[str, Any] = {
             "id": self.id,
             "object": "chat.completion",
             "created": self.created,
             "model": self.model,
-            "choices": [self._choice(choice) for choice in output.choices],
+            # One at a time, since orjson keeps the interpreter lock.
+            "choices": [orjson.Fragment(orjson.dumps(self._choice(choice))) for choice in output.choices],
             "usage": usage_object([output.usage]),
         }
         if self.params.prompt_logprobs is not None:
@@ -120,7 +140,7 @@ class ChatAnswer:
             made["prompt_logprobs"] = prompt_logprobs(self.tokenizer, entries, self.params.prompt_logprobs)
         if self.returns_token_ids:
             made["prompt_token_ids"] = output.prompt_token_ids
-        return made
+        return orjson.dumps(made)
 
     def _choice(self, choice: ChoiceOutput) -> dict[str, Any]:
         made = {
@@ -143,10 +163,11 @@ class ChatAnswer:
 class ChatEventEncoder:
     """Deltas to events. The constant parts are encoded once; a plain delta costs one call of orjson."""
 
-    def __init__(self, answer: ChatAnswer, stream: GenerationStream, *, include_usage: bool) -> None:
+    def __init__(self, answer: ChatAnswer, stream: GenerationStream, usage: UsageInStream) -> None:
         self._answer = answer
         self._stream = stream
-        self._include_usage = include_usage
+        self._usage = usage
+        self._completion_tokens = 0
         head = {
             "id": answer.id,
             "object": "chat.completion.chunk",
@@ -154,13 +175,15 @@ class ChatEventEncoder:
             "model": answer.model,
         }
         self._head = b"data: " + orjson.dumps(head)[:-1]
-        self._usage_null = b',"usage":null' if include_usage else b""
+        self._usage_null = b"" if usage is UsageInStream.NEVER else b',"usage":null'
         self._plain_tail = b'},"logprobs":null,"finish_reason":null}]' + self._usage_null + b"}\n\n"
         self._plain_heads = [
             self._head + b',"choices":[{"index":%d,"delta":{"content":' % index for index in range(answer.params.n)
         ]
         self._begun = [False] * answer.params.n
-        self._is_plain = answer.params.logprobs is None and not answer.returns_token_ids
+        self._is_plain = (
+            answer.params.logprobs is None and not answer.returns_token_ids and usage is not UsageInStream.ALWAYS
+        )
 
     def encode(self, batch: list[OutputDelta]) -> bytes:
         """All events of what one wake-up brought."""
@@ -171,13 +194,14 @@ class ChatEventEncoder:
                 self._begun[index] = True
                 parts.append(self._role_event(index))
             if not self._is_plain:
+                self._completion_tokens += len(delta.token_ids)
                 if delta.text or delta.token_ids:
                     parts.append(self._rich_event(delta))
             elif delta.text:
                 parts += (self._plain_heads[index], orjson.dumps(delta.text), self._plain_tail)
             if delta.finish_reason is not None:
                 parts.append(self._finish_event(delta))
-            if delta.usage is not None and self._include_usage:
+            if delta.usage is not None and self._usage is not UsageInStream.NEVER:
                 usage = orjson.dumps(usage_object([delta.usage]))
                 parts += (self._head, b',"choices":[],"usage":', usage, b"}\n\n")
         return b"".join(parts)
@@ -202,4 +226,8 @@ class ChatEventEncoder:
 
     def _event(self, choice: dict[str, Any], extra: dict[str, Any]) -> bytes:
         rest = {"choices": [{"logprobs": None, "finish_reason": None, **choice}], **extra}
-        return self._head + b"," + orjson.dumps(rest)[1:-1] + self._usage_null + b"}\n\n"
+        usage = self._usage_null
+        if self._usage is UsageInStream.ALWAYS:
+            so_far = Usage(len(self._stream.prompt_token_ids), self._completion_tokens)
+            usage = b',"usage":' + orjson.dumps(usage_object([so_far]))
+        return self._head + b"," + orjson.dumps(rest)[1:-1] + usage + b"}\n\n"

@@ -39,8 +39,11 @@ _RESERVED_VARIABLES: Final = frozenset(
 )
 
 
-async def encode_messages(tokenizer: Tokenizer, request: ChatCompletionRequest | TokenizeChatRequest) -> list[int]:
-    """Token ids of the rendered chat. Raises InvalidRequestError naming the field."""
+async def encode_messages(
+    tokenizer: Tokenizer, request: ChatCompletionRequest | TokenizeChatRequest, messages: Sequence[Mapping[str, Any]]
+) -> list[int]:
+    """Token ids of the rendered chat; ``messages`` are the request's own, from :func:`template_messages`.
+    Raises InvalidRequestError naming the field."""
     variables = request.chat_template_kwargs or {}
     if len(variables) > MAX_TEMPLATE_VARIABLES:
         raise InvalidRequestError(
@@ -55,7 +58,7 @@ async def encode_messages(tokenizer: Tokenizer, request: ChatCompletionRequest |
     continues = bool(request.continue_final_message)
     generates = request.add_generation_prompt
     return await tokenizer.encode_chat_async(
-        template_messages(request.messages),
+        messages,
         # Asking to continue says all there is to say, unless a prompt is explicitly wanted too.
         add_generation_prompt=not continues if generates is None else generates,
         continue_final_message=continues,
@@ -126,6 +129,11 @@ def _text_part(part: ContentPart, path: str) -> dict[str, str]:
 
 def _tool_call(call: ToolCall, path: str) -> dict[str, Any]:
     """Templates read the arguments as an object; clients send back the JSON text that they received."""
+    for name, value in (("function.name", call.function.name), ("id", call.id), ("type", call.type)):
+        if value is not None and len(value) > MAX_NAME_CHARS:
+            raise InvalidRequestError(
+                f"{path}.{name} has {len(value)} characters; allowed: up to {MAX_NAME_CHARS}", param=f"{path}.{name}"
+            )
     arguments = call.function.arguments
     if isinstance(arguments, str) and arguments:
         try:

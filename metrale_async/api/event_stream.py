@@ -1,8 +1,7 @@
-"""Server-sent events to one client: nothing is sent before the first event, and no client is waited for without end."""
+"""Server-sent events to one client: nothing is sent before the first event."""
 
 from __future__ import annotations
 
-import asyncio
 import logging
 from collections.abc import Awaitable, Callable
 from typing import Any, Final
@@ -12,17 +11,13 @@ from aiohttp import web
 
 from metrale_async.api.context import SUMMARY
 from metrale_async.api.failures import error_object, unexpected_error_object
-from metrale_async.api.limits import SEND_BUFFER_BYTES, SEND_TIMEOUT_S
 from metrale_async.api.request_log import REQUEST_ID_HEADER
+from metrale_async.api.sending import ClientLeftError, begin, send, send_end
 from metrale_async.errors import EngineError
 
 DONE: Final = b"data: [DONE]\n\n"
 
 logger = logging.getLogger(__name__)
-
-
-class ClientLeftError(ConnectionError):
-    """The client closed its connection, or takes nothing."""
 
 
 class EventStream:
@@ -42,40 +37,16 @@ class EventStream:
         self.started = False
 
     async def write(self, events: bytes) -> None:
-        """Send whole events. Waits while more than SEND_BUFFER_BYTES are unsent. Raises ClientLeftError."""
-        transport = self._request.transport
-        if transport is None or transport.is_closing():
-            raise ClientLeftError("the client closed the connection")
+        """Send whole events. Raises ClientLeftError."""
         if not self.started:
             self.started = True
-            transport.set_write_buffer_limits(high=SEND_BUFFER_BYTES)
-            await self._response.prepare(self._request)
-        if transport.get_write_buffer_size() == 0:
-            # The socket took everything so far, so this cannot wait for long; saves a timer for every token.
-            await self._send(self._response.write(events))
-        else:
-            await self._send_in_time(self._response.write(events))
+            await begin(self._request, self._response)
+        await send(self._request, self._response, events)
 
     async def finish(self) -> web.StreamResponse:
         await self.write(DONE)
-        await self._send_in_time(self._response.write_eof())
+        await send_end(self._request, self._response)
         return self._response
-
-    async def _send_in_time(self, sending: Awaitable[None]) -> None:
-        try:
-            async with asyncio.timeout(SEND_TIMEOUT_S):
-                await self._send(sending)
-        except TimeoutError as error:
-            transport = self._request.transport
-            if transport is not None:
-                transport.abort()
-            raise ClientLeftError(f"the client took nothing for {SEND_TIMEOUT_S:g} seconds") from error
-
-    async def _send(self, sending: Awaitable[None]) -> None:
-        try:
-            await sending
-        except ConnectionError as error:
-            raise ClientLeftError("the client closed the connection") from error
 
 
 async def send_events(request: web.Request, produce: Callable[[EventStream], Awaitable[None]]) -> web.StreamResponse:

@@ -53,7 +53,9 @@ def unexpected_error_object() -> dict[str, Any]:
 
 
 def json_response(value: Any, *, status: int = 200, headers: Mapping[str, str] | None = None) -> web.Response:
-    return web.Response(body=orjson.dumps(value), status=status, content_type="application/json", headers=headers)
+    """``value`` may be JSON already, as bytes."""
+    body = value if isinstance(value, bytes) else orjson.dumps(value)
+    return web.Response(body=body, status=status, content_type="application/json", headers=headers)
 
 
 def _object(message: str, kind: str, param: str | None, code: str | None) -> dict[str, Any]:

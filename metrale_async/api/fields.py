@@ -21,7 +21,6 @@ LABELS: Final = frozenset(
         "priority",
         "prompt_cache_key",
         "prompt_cache_retention",
-        "request_id",
         "safety_identifier",
         "spaces_between_special_tokens",
         "user",

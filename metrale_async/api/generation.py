@@ -4,21 +4,57 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from typing import Final
 
-from metrale_async.api.limits import MAX_NAME_CHARS
+from metrale_async.api.limits import (
+    MAX_BACKLOG_VALUES,
+    MAX_INLINE_LOGPROBS,
+    MAX_NAME_CHARS,
+    MAX_PROMPT_LOGPROBS,
+)
 from metrale_async.api.request_log import LOGGED_PROMPT_CHARS, RequestSummary
+from metrale_async.api.sending import ClientLeftError
 from metrale_async.engine import AsyncEngine, GenerationStream, OutputDelta, RequestOutput, SamplingParams, Usage
-from metrale_async.errors import InvalidRequestError
+from metrale_async.errors import InvalidRequestError, RequestTooLongError
 
 OnBatch = Callable[[int, list[OutputDelta]], Awaitable[None]]
 """Called with a prompt's index and what is new of its choices."""
 
+_LEAST_BACKLOG: Final = 256
+"""Deltas that every stream of a request may be behind, however many streams there are."""
+TOKENS_LIKE_A_LOGPROB: Final = 16
+"""Tokens whose text is written in the time that one log-probability takes."""
+_TOKENS_AT_ONCE: Final = 50_000
+"""Prompt tokens that are submitted before others have their turn: some 3 ms."""
 
-@contextlib.contextmanager
-def submitted(
+
+def check_prompts(
+    engine: AsyncEngine, prompts: Sequence[Sequence[int]], params: SamplingParams, repeats: int = 1
+) -> None:
+    """Refuse what would take long to look at, before anything is done with it. ``repeats`` is how often the prompts'
+    log-probabilities are told. Raises InvalidRequestError."""
+    for prompt in prompts:
+        if len(prompt) >= engine.max_seq_len:
+            raise RequestTooLongError(
+                f"{len(prompt)} prompt tokens and at least 1 to generate; "
+                f"the model's context (--max-seq-len) holds {engine.max_seq_len}",
+                param="prompt",
+            )
+    if params.prompt_logprobs is None:
+        return
+    values = sum(map(len, prompts)) * (1 + params.prompt_logprobs) * repeats
+    if values > MAX_PROMPT_LOGPROBS:
+        raise InvalidRequestError(
+            f"{values} log-probabilities of prompts are asked for; allowed: up to {MAX_PROMPT_LOGPROBS}",
+            param="prompt_logprobs",
+        )
+
+
+@contextlib.asynccontextmanager
+async def submitted(
     engine: AsyncEngine, prompts: Sequence[Sequence[int]], params: SamplingParams, name: str, cache_salt: str | None
-) -> Iterator[list[GenerationStream]]:
+) -> AsyncIterator[list[GenerationStream]]:
     """All prompts in the engine, or none; leaving ends them. Raises what ``AsyncEngine.submit`` raises."""
     salt = cache_salt or ""
     if len(salt) > MAX_NAME_CHARS:
@@ -27,7 +63,12 @@ def submitted(
         )
     streams: list[GenerationStream] = []
     try:
+        tokens = 0
         for index, prompt in enumerate(prompts):
+            tokens += len(prompt)
+            if tokens > _TOKENS_AT_ONCE:
+                tokens = len(prompt)
+                await asyncio.sleep(0)
             streams.append(engine.submit(prompt, params, request_id=f"{name}-{index}", cache_salt=salt))
         yield streams
     finally:
@@ -35,20 +76,32 @@ def submitted(
             stream.abort()
 
 
-async def read_streams(streams: Sequence[GenerationStream], on_batch: OnBatch) -> None:
-    """Read every stream to its end; ``on_batch`` is never called twice at a time. Raises the first error."""
-    if len(streams) == 1:
-        while batch := await streams[0].next_batch():
-            await on_batch(0, batch)
-        return
+async def read_streams(streams: Sequence[GenerationStream], on_batch: OnBatch, values_per_delta: int) -> None:
+    """Read every stream to its end; ``on_batch`` is never called twice at a time, nor with more than it can do while
+    others wait. ``values_per_delta`` is one for the token and one for each of its log-probabilities.
+
+    Raises the first error, and ClientLeftError if more than MAX_BACKLOG_VALUES wait because sending is slow.
+    """
+    at_once = max(1, MAX_INLINE_LOGPROBS // values_per_delta)
+    backlog = max(_LEAST_BACKLOG, MAX_BACKLOG_VALUES // values_per_delta // len(streams))
     taking_turns = asyncio.Lock()
 
     async def read(index: int, stream: GenerationStream) -> None:
         while batch := await stream.next_batch():
+            if len(batch) > backlog:
+                raise ClientLeftError(f"the client reads too slowly: it is {len(batch)} tokens behind")
             async with taking_turns:
-                await on_batch(index, batch)
+                if len(batch) <= at_once:
+                    await on_batch(index, batch)
+                    continue
+                for start in range(0, len(batch), at_once):
+                    await on_batch(index, batch[start : start + at_once])
+                    await asyncio.sleep(0)
 
-    await _together([read(index, stream) for index, stream in enumerate(streams)])
+    if len(streams) == 1:
+        await read(0, streams[0])
+    else:
+        await _together([read(index, stream) for index, stream in enumerate(streams)])
 
 
 async def collect(streams: Sequence[GenerationStream]) -> list[RequestOutput]:
@@ -85,15 +138,34 @@ def _first(error: BaseException) -> BaseException:
 
 
 def note_request(
-    summary: RequestSummary, engine: AsyncEngine, prompts: Sequence[Sequence[int]], n: int, *, log_prompts: bool
+    summary: RequestSummary,
+    engine: AsyncEngine,
+    response_id: str,
+    prompts: Sequence[Sequence[int]],
+    n: int,
+    *,
+    log_prompts: bool,
 ) -> None:
     """What the log line tells of the work that was asked for."""
+    summary.response_id = response_id
     summary.prompt_tokens = sum(map(len, prompts))
     summary.choices = len(prompts) * n
     if log_prompts and prompts:
         summary.prompt = engine.tokenizer.decode(prompts[0][:LOGGED_PROMPT_CHARS], skip_special_tokens=False)[
             :LOGGED_PROMPT_CHARS
         ]
+
+
+def cost_of_answer(params: SamplingParams, outputs: Sequence[RequestOutput], echoed_tokens: int = 0) -> int:
+    """How long a whole answer takes to put together, in log-probabilities or what takes as long."""
+    tokens = sum(len(choice.token_ids) for output in outputs for choice in output.choices)
+    of_prompts = sum(len(output.prompt_logprobs or ()) * len(output.choices) for output in outputs)
+    cost = (tokens + echoed_tokens) // TOKENS_LIKE_A_LOGPROB
+    if params.logprobs is not None:
+        cost += tokens * (1 + params.logprobs)
+    if params.prompt_logprobs is not None:
+        cost += of_prompts * (1 + params.prompt_logprobs)
+    return cost
 
 
 def usage_object(usages: Sequence[Usage]) -> dict[str, object]:

@@ -7,8 +7,9 @@ and repeated names cost linear time and no recursion whatever the client sends.
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from itertools import accumulate
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 import anyio.to_thread
 import orjson
@@ -17,8 +18,10 @@ from aiohttp import web
 from metrale_async.api.limits import BODY_TIMEOUT_S, MAX_JSON_DEPTH, MAX_JSON_VALUES
 from metrale_async.errors import InvalidRequestError, PayloadTooLargeError, RequestError
 
-MAX_INLINE_BYTES: Final = 64 * 1024
-"""Longer bodies are parsed on a worker thread."""
+MAX_INLINE_BYTES: Final = 16 * 1024
+"""Longer bodies are parsed and checked on a worker thread: this many bytes of small values take some 3 ms."""
+
+Made = TypeVar("Made")
 
 _BRACKETS: Final = b"[]{}"
 _NOT_BRACKETS: Final = bytes(sorted(set(range(256)) - set(_BRACKETS)))
@@ -39,12 +42,17 @@ class BodyTimeoutError(RequestError):
     code = "request_timeout"
 
 
-async def read_json_object(request: web.Request) -> dict[str, Any]:
-    """The body as a JSON object. Raises RequestError: 400, 408, 413 or 415."""
+async def read_json(request: web.Request, make: Callable[[dict[str, Any]], Made]) -> Made:
+    """What ``make`` makes of the body, a JSON object; it may run on a worker thread. Raises RequestError: 400, 408, 413
+    or 415, and what ``make`` raises."""
     body = await _read(request)
+
+    def work() -> Made:
+        return make(parse_json_object(body))
+
     if len(body) <= MAX_INLINE_BYTES:
-        return parse_json_object(body)
-    return await anyio.to_thread.run_sync(parse_json_object, body)
+        return work()
+    return await anyio.to_thread.run_sync(work)
 
 
 def parse_json_object(body: bytes) -> dict[str, Any]:

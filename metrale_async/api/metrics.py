@@ -7,11 +7,12 @@ from collections.abc import Iterator
 from typing import Final
 
 from prometheus_client import CollectorRegistry, Counter, Histogram
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, InfoMetricFamily
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
+from metrale_async import __version__
 from metrale_async.engine import AsyncEngine, EngineStatistics, RequestRecord, StepRecord
 from metrale_async.errors import EngineUnavailableError
 
@@ -96,11 +97,14 @@ class _EngineCollector(Collector):
         self._engine = engine
 
     def collect(self) -> Iterator[Metric]:
+        yield InfoMetricFamily("metrale_build", "What runs here", {"version": __version__})
         yield GaugeMetricFamily("metrale_ready", "1 when a request would be accepted now", self._engine.is_ready)
         try:
             statistics = self._engine.statistics()
+            model = {"model": self._engine.model_name, "max_seq_len": str(self._engine.max_seq_len)}
         except EngineUnavailableError:
             return  # still loading: there is nothing to count
+        yield InfoMetricFamily("metrale_model", "What is served", model)
         yield from _gauges(statistics)
         yield from _counters(statistics)
 

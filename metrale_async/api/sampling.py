@@ -7,6 +7,7 @@ from typing import Any, Final
 
 from metrale_async.api.schemas import GenerationFields
 from metrale_async.engine import SamplingParams
+from metrale_async.engine.sampling_params import MAX_LOGIT_BIAS_ENTRIES
 from metrale_async.errors import InvalidRequestError
 
 _SAME_NAME: Final = (
@@ -47,6 +48,10 @@ def sampling_params(
 
 
 def _token_biases(biases: Mapping[str, float]) -> dict[int, float]:
+    if len(biases) > MAX_LOGIT_BIAS_ENTRIES:
+        raise InvalidRequestError(
+            f"logit_bias holds {len(biases)} entries; allowed: up to {MAX_LOGIT_BIAS_ENTRIES}", param="logit_bias"
+        )
     found = {}
     for name, bias in biases.items():
         if not (name.isascii() and name.isdigit() and len(name) <= _MAX_TOKEN_ID_DIGITS):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 import re
 from typing import Any, TypeVar
 
@@ -45,26 +46,30 @@ class GenerationFields(msgspec.Struct, kw_only=True):
     return_token_ids: bool | None = None
     add_special_tokens: bool | None = None
     cache_salt: str | None = None
+    request_id: str | None = None
 
 
-class ContentPart(msgspec.Struct, kw_only=True):
+# Nothing in a body refers back to what holds it, so the cycle collector need not look at its many small parts.
+
+
+class ContentPart(msgspec.Struct, kw_only=True, gc=False):
     type: str
     text: str | None = None
     refusal: str | None = None
 
 
-class FunctionCall(msgspec.Struct, kw_only=True):
+class FunctionCall(msgspec.Struct, kw_only=True, gc=False):
     name: str
     arguments: str | dict[str, Any] | None = None
 
 
-class ToolCall(msgspec.Struct, kw_only=True):
+class ToolCall(msgspec.Struct, kw_only=True, gc=False):
     function: FunctionCall
     id: str | None = None
     type: str | None = None
 
 
-class ChatMessage(msgspec.Struct, kw_only=True):
+class ChatMessage(msgspec.Struct, kw_only=True, gc=False):
     role: str
     content: str | list[ContentPart] | None = None
     name: str | None = None
@@ -132,22 +137,32 @@ def read_fields(body: dict[str, Any], schema: type[Schema]) -> tuple[Schema, lis
         raise _refusal(error) from error
 
 
-def check_stream_options(fields: GenerationFields) -> bool:
-    """Whether the stream ends with a usage chunk. Raises InvalidRequestError."""
+class UsageInStream(enum.Enum):
+    """Which events of a stream tell the usage."""
+
+    NEVER = enum.auto()
+    AT_THE_END = enum.auto()
+    ALWAYS = enum.auto()
+    """At the end, and in every event what has come about so far."""
+
+
+def check_stream_options(fields: GenerationFields) -> UsageInStream:
+    """Raises InvalidRequestError."""
     if fields.stream and fields.prompt_logprobs is not None:
         raise InvalidRequestError("prompt_logprobs goes with stream false only", param="prompt_logprobs")
     options = fields.stream_options
     if options is None:
-        return False
+        return UsageInStream.NEVER
     if not fields.stream:
         raise InvalidRequestError("stream_options goes with stream true only", param="stream_options")
-    if options.continuous_usage_stats:
-        raise InvalidRequestError(
-            "stream_options.continuous_usage_stats is not supported by this server; allowed: false",
-            param="stream_options.continuous_usage_stats",
-            code="unsupported_parameter",
-        )
-    return bool(options.include_usage)
+    if not options.include_usage:
+        if options.continuous_usage_stats:
+            raise InvalidRequestError(
+                "stream_options.continuous_usage_stats goes with include_usage true only",
+                param="stream_options.continuous_usage_stats",
+            )
+        return UsageInStream.NEVER
+    return UsageInStream.ALWAYS if options.continuous_usage_stats else UsageInStream.AT_THE_END
 
 
 def _refusal(error: msgspec.ValidationError) -> InvalidRequestError:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import logging
 import signal
 from collections.abc import Callable, Iterator
@@ -14,6 +15,7 @@ from aiohttp.http_exceptions import HttpProcessingError
 
 from metrale_async.api.app import build_app
 from metrale_async.api.limits import KEEP_ALIVE_S, LINGER_S, MAX_HEADER_BYTES
+from metrale_async.api.listening import listening_sockets
 from metrale_async.api.metrics import Metrics
 from metrale_async.api.server_args import ServerArgs
 from metrale_async.engine import AsyncEngine
@@ -55,6 +57,10 @@ async def run_server(
             on_listening(url)
             try:
                 if await _start(engine, signals):
+                    # What was made so far stays. Looking through it again and again for garbage would stop the loop
+                    # for some 50 ms every time.
+                    gc.collect()
+                    gc.freeze()
                     logger.info("ready", extra={"fields": {"url": url}})
                     on_ready(url)
                     await signals.wait_for(1)
@@ -63,6 +69,7 @@ async def run_server(
                 # Requests that still run are failed by this, and their streams end with an error event.
                 await engine.close()
         finally:
+            gc.unfreeze()
             await runner.cleanup()
     logger.info("stopped")
 
@@ -83,11 +90,15 @@ async def start_site(app: web.Application, host: str, port: int) -> tuple[web.Ap
         max_field_size=MAX_HEADER_BYTES,
         shutdown_timeout=GOODBYE_S,
     )
-    await runner.setup()
+    sockets = await listening_sockets(host, port)
     try:
-        await web.TCPSite(runner, host, port, backlog=LISTEN_BACKLOG).start()
+        await runner.setup()
+        for listening in sockets:
+            await web.SockSite(runner, listening, backlog=LISTEN_BACKLOG).start()
     except BaseException:
         await runner.cleanup()
+        for listening in sockets:
+            listening.close()
         raise
     # With port 0 the system chose one.
     chosen = runner.addresses[0][1]

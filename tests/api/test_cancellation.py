@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from metrale_async.api import event_stream
+from metrale_async.api import sending
 from tests.api.server import Server, served, until
 
 STEP_S = 0.002
@@ -180,7 +180,7 @@ async def test_five_hundred_clients_that_leave_leave_nothing():
 
 
 async def test_a_client_that_reads_nothing_is_dropped_and_does_not_slow_others(monkeypatch):
-    monkeypatch.setattr(event_stream, "SEND_TIMEOUT_S", 0.1)
+    monkeypatch.setattr(sending, "SEND_TIMEOUT_S", 0.1)
     async with served(**{**PARTS, "step_s": lambda plan: 0.0}) as server:
         client = RawClient(server)
         client.socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)

@@ -67,7 +67,7 @@ async def test_a_defect_of_the_server_tells_the_client_nothing_of_it(stream, mon
     def fail(*args):
         raise ZeroDivisionError("secret")
 
-    monkeypatch.setattr(completions.CompletionAnswer, "_object", fail)
+    monkeypatch.setattr(completions.CompletionAnswer, "_json", fail)
     monkeypatch.setattr(completions.CompletionEventEncoder, "encode", fail)
     async with served() as server:
         status, answer = await server.post("/v1/completions", {"prompt": "a", "stream": stream})
