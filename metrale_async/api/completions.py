@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import secrets
 import time
 from collections.abc import Sequence
@@ -33,6 +34,7 @@ from metrale_async.api.schemas import CompletionRequest, UsageInStream, check_st
 from metrale_async.engine import ChoiceOutput, OutputDelta, RequestOutput, SamplingParams, TokenLogprobs, Usage
 from metrale_async.errors import InvalidRequestError
 from metrale_async.text import Tokenizer
+from metrale_async.text.tokenizer import MAX_INLINE_CHARS
 
 DEFAULT_MAX_TOKENS = 16
 """OpenAI's, for text completions only."""
@@ -51,7 +53,7 @@ async def completions(request: web.Request) -> web.StreamResponse:
         raise InvalidRequestError(
             f"n is {params.n} for each of {len(prompts)} prompts; allowed: {MAX_CHOICES} choices in all", param="n"
         )
-    prompt_ids = [await _encode(service.engine.tokenizer, prompt, fields) for prompt in prompts]
+    prompt_ids = await _encode_all(service.engine.tokenizer, prompts, fields)
     check_prompts(service.engine, prompt_ids, params, params.n)
     echoed = await _echoed(service, fields, params, prompts) if fields.echo else None
     answer = CompletionAnswer(service, fields, params, model, prompt_ids, echoed)
@@ -100,11 +102,23 @@ def split_prompts(prompt: str | Sequence[str | int | Sequence[int]]) -> list[str
     return [item for item in prompt if not isinstance(item, int)]
 
 
-async def _encode(tokenizer: Tokenizer, prompt: str | Sequence[int], fields: CompletionRequest) -> Sequence[int]:
-    if not isinstance(prompt, str):
-        return prompt
+async def _encode_all(
+    tokenizer: Tokenizer, prompts: Sequence[str | Sequence[int]], fields: CompletionRequest
+) -> list[Sequence[int]]:
     adds = fields.add_special_tokens is None or fields.add_special_tokens
-    return await tokenizer.encode_async(prompt, add_special_tokens=adds)
+    encoded: list[Sequence[int]] = []
+    chars = 0
+    for prompt in prompts:
+        if not isinstance(prompt, str):
+            encoded.append(prompt)
+            continue
+        encoded.append(await tokenizer.encode_async(prompt, add_special_tokens=adds))
+        chars += len(prompt)
+        if chars > MAX_INLINE_CHARS:
+            # A short text is encoded here and now, and there may be hundreds of them.
+            chars = 0
+            await asyncio.sleep(0)
+    return encoded
 
 
 async def _echoed(

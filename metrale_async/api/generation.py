@@ -27,6 +27,8 @@ TOKENS_LIKE_A_LOGPROB: Final = 16
 """Tokens whose text is written in the time that one log-probability takes."""
 _TOKENS_AT_ONCE: Final = 50_000
 """Prompt tokens that are submitted before others have their turn: some 3 ms."""
+_TOKENS_LIKE_A_CHOICE: Final = 500
+"""Tokens that are submitted in the time that one choice takes by itself."""
 
 
 def check_prompts(
@@ -65,10 +67,10 @@ async def submitted(
     try:
         tokens = 0
         for index, prompt in enumerate(prompts):
-            tokens += len(prompt)
             if tokens > _TOKENS_AT_ONCE:
-                tokens = len(prompt)
+                tokens = 0
                 await asyncio.sleep(0)
+            tokens += len(prompt) + params.n * _TOKENS_LIKE_A_CHOICE
             streams.append(engine.submit(prompt, params, request_id=f"{name}-{index}", cache_salt=salt))
         yield streams
     finally:

@@ -95,3 +95,19 @@ def test_the_number_of_values_is_bounded(extra, accepted):
 def test_megabytes_of_one_piece_are_refused(piece):
     with pytest.raises(InvalidRequestError):
         parse_json_object(piece * (8 * 2**20 // len(piece)))
+
+
+def test_quotes_inside_a_string_are_no_values():
+    text = '"' * (3 * MAX_JSON_VALUES)
+    assert parse_json_object(json.dumps({"code": text}).encode()) == {"code": text}
+
+
+@pytest.mark.parametrize(("extra", "accepted"), [(-1, True), (0, True), (1, False)])
+def test_the_number_of_strings_is_bounded(extra, accepted):
+    count = MAX_JSON_VALUES - 4 + extra
+    body = b'{"a":[' + b",".join([b'"x"'] * count) + b"]}"
+    if accepted:
+        assert len(parse_json_object(body)["a"]) == count
+    else:
+        with pytest.raises(InvalidRequestError, match="more than"):
+            parse_json_object(body)

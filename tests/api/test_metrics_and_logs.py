@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import io
 import json
 import logging
 
@@ -12,7 +11,6 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from metrale_async.api import ServerArgs
 from metrale_async.api.loop_lag import measure_loop_lag
-from metrale_async.logging_setup import configure_logging
 from tests.api.server import Server, served, until
 from tests.support.virtual_time import run_on_virtual_time
 
@@ -81,22 +79,6 @@ def test_loop_lag_is_what_a_timer_is_late():
         return seen
 
     assert run_on_virtual_time(main()) == [0.0, 0.0, 0.0]
-
-
-@pytest.fixture
-def log():
-    """The log's text, in the form and at the level a test asks for."""
-    before = logging.getLogger().handlers[:], logging.getLogger("metrale_async").level, logging.getLogger().level
-    stream = io.StringIO()
-
-    def start(log_format: str, level: str = "info") -> io.StringIO:
-        configure_logging(log_format, level, stream)
-        return stream
-
-    yield start
-    logging.getLogger().handlers[:] = before[0]
-    logging.getLogger("metrale_async").setLevel(before[1])
-    logging.getLogger().setLevel(before[2])
 
 
 @pytest.mark.parametrize("stream", [False, True])
