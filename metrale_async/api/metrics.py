@@ -6,13 +6,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Final
 
-from prometheus_client import CollectorRegistry, Counter, Histogram
+from prometheus_client import CollectorRegistry, Counter, Histogram, Info
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, InfoMetricFamily
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
-from metrale_async import __version__
 from metrale_async.engine import AsyncEngine, EngineStatistics, RequestRecord, StepRecord
 from metrale_async.errors import EngineUnavailableError
 
@@ -23,10 +22,13 @@ _LENGTH_BUCKETS: Final = (1, 8, 32, 128, 512, 1024, 2048, 4096, 8192, 16384, 327
 
 
 class Metrics:
-    """An EngineObserver. Give it to the engine as ``observer``, then call :meth:`watch` with the engine."""
+    """An EngineObserver. Give it to the engine as ``observer``, then call :meth:`watch` with the engine. ``version`` is
+    the serving program's own, shown as ``metrale_build_info``."""
 
-    def __init__(self) -> None:
+    def __init__(self, version: str | None = None) -> None:
         self.registry = CollectorRegistry(auto_describe=False)
+        if version is not None:
+            Info("metrale_build", "What runs here", registry=self.registry).info({"version": version})
         self._time_to_first_token = self._histogram(
             "time_to_first_token_seconds", "From a request's arrival to its first token", _LATENCY_BUCKETS_S
         )
@@ -97,7 +99,6 @@ class _EngineCollector(Collector):
         self._engine = engine
 
     def collect(self) -> Iterator[Metric]:
-        yield InfoMetricFamily("metrale_build", "What runs here", {"version": __version__})
         yield GaugeMetricFamily("metrale_ready", "1 when a request would be accepted now", self._engine.is_ready)
         try:
             statistics = self._engine.statistics()
