@@ -338,3 +338,14 @@ def test_what_cannot_be_packed_is_refused() -> None:
     odd = [replace(expert) for expert in expert_weights(2, 3, 8, torch.bfloat16)]
     with pytest.raises(ValueError, match="experts of 3 by 8"):
         operations.pack_experts(odd, 2)
+
+
+def test_any_decay_and_any_write_strength(operations: Operations) -> None:
+    """From forgetting everything to keeping everything, in a state that large inputs do not blow up."""
+    case = delta_case((1, 5, 8, 16), [40], torch.float32)
+    case.inputs[0][:, -10:] *= 30  # logits of strength and decay far into both tails
+    states = case.states(2)
+    (output,) = run(operations, case, [(0, 0, 40)], states, 0)
+    expected, last = written_out(case, 0)
+    close(output, expected, torch.float32)
+    close(states.recurrent[1], last, torch.float32)

@@ -26,16 +26,12 @@ struct delta_args {
     int64_t mixed_stride, beta_stride, decay_stride, dtype;
 };
 
-static inline float value_at(const void *p, int64_t dtype, int64_t i) {
-    return dtype == F32 ? ((const float *)p)[i] : bf16_to_float(((const bf16 *)p)[i]);
-}
-
 static inline int64_t channels_of(const struct delta_args *a) {
     return 2 * a->key_heads * a->key_dim + a->value_heads * a->value_dim;
 }
 
-/* What the recurrence needs of a row, computed beforehand: [channels] queries and keys normalised, values; then for each value
- * head what is kept of its state and how strongly it is written. */
+/* What the recurrence needs of a row, computed beforehand: queries and keys, normalised, and values [channels]; what is kept
+ * of each head's state [value_heads]; how strongly it is written [value_heads]. */
 struct work {
     const struct delta_args *a;
     int64_t channels, item, first_row, rows, row_floats, pieces, blocks;
@@ -79,18 +75,35 @@ static inline void store_some(void *p, int64_t dtype, int64_t count, vf x) {
 }
 
 /* silu of the convolution for channels first .. first + count - 1 of one row. */
-static void convolve(const struct work *w, const char *const *inputs, int64_t first, int64_t count, float *out) {
-    const struct delta_args *a = w->a;
-    for (int64_t c = 0; c < count; c += LANES) {
-        int64_t width = count - c;
-        vf x = {};
-        for (int64_t j = 0; j < a->kernel; j++) {
+static inline void convolve_as(const struct work *w, const char *const *inputs, int64_t first, int64_t count, float *out,
+                               const int64_t dtype) {
+    const int64_t item = dtype == F32 ? 4 : 2, kernel = w->a->kernel;
+    const float *weights = w->a->conv + first;
+    int64_t c = 0;
+    for (; c + MAX_VECTORS * LANES <= count; c += MAX_VECTORS * LANES) {
+        vf x[MAX_VECTORS] = {};
+        for (int64_t j = 0; j < kernel; j++) {
             if (!inputs[j]) continue;
-            vf input = load_some(inputs[j] + (first + c) * w->item, a->dtype, width);
-            x = x + input * load_some(a->conv + j * w->channels + first + c, F32, width);
+            const char *input = inputs[j] + (first + c) * item;
+            for (int v = 0; v < MAX_VECTORS; v++)
+                x[v] = x[v] + load_some(input + v * LANES * item, dtype, LANES) *
+                                  load_f32(weights + j * w->channels + c + v * LANES);
         }
-        store_some(out + c, F32, width, x / (1.0f + exp_vf(-x)));
+        for (int v = 0; v < MAX_VECTORS; v++) store_f32(out + c + v * LANES, x[v] / (1.0f + exp_vf(-x[v])));
     }
+    for (; c < count; c += LANES) {
+        vf x = {};
+        for (int64_t j = 0; j < kernel; j++)
+            if (inputs[j])
+                x = x + load_some(inputs[j] + (first + c) * item, dtype, count - c) *
+                            load_some(weights + j * w->channels + c, F32, count - c);
+        store_some(out + c, F32, count - c, x / (1.0f + exp_vf(-x)));
+    }
+}
+
+static void convolve(const struct work *w, const char *const *inputs, int64_t first, int64_t count, float *out) {
+    if (w->a->dtype == F32) convolve_as(w, inputs, first, count, out, F32);
+    else convolve_as(w, inputs, first, count, out, BF16);
 }
 
 static void l2_normalise(float *x, int64_t count, float scale) {
@@ -103,13 +116,48 @@ static void l2_normalise(float *x, int64_t count, float scale) {
     for (int64_t i = 0; i < count; i++) x[i] *= factor;
 }
 
+/* log(1 + exp(x)) = max(x, 0) + log(1 + y) with y = exp(-|x|), and log(1 + y) = 2 atanh(y / (2 + y)), whose series needs few
+ * terms up to 1 / 3. */
+static inline vf softplus(vf x) {
+    vf y = exp_vf(-max_vf(x, -x)), s = y / (2.0f + y), square = s * s;
+    vf sum = splat(1.0f / 17.0f);
+    sum = sum * square + 1.0f / 15.0f;
+    sum = sum * square + 1.0f / 13.0f;
+    sum = sum * square + 1.0f / 11.0f;
+    sum = sum * square + 1.0f / 9.0f;
+    sum = sum * square + 1.0f / 7.0f;
+    sum = sum * square + 1.0f / 5.0f;
+    sum = sum * square + 1.0f / 3.0f;
+    return max_vf(x, (vf){}) + 2.0f * (s + s * (square * sum));
+}
+
+static void compute_gates(const struct delta_args *a, int64_t row, float *keep, float *strength) {
+    int64_t item = a->dtype == F32 ? 4 : 2;
+    for (int64_t head = 0; head < a->value_heads; head += LANES) {
+        int64_t count = a->value_heads - head;
+        vf decay = load_some((char *)a->decay + (row * a->decay_stride + head) * item, a->dtype, count);
+        vf beta = load_some((char *)a->beta + (row * a->beta_stride + head) * item, a->dtype, count);
+        vf steps = softplus(decay + load_some(a->bias + head, F32, count));
+        store_some(keep + head, F32, count, exp_vf(load_some(a->rate + head, F32, count) * steps));
+        store_some(strength + head, F32, count, 1.0f / (1.0f + exp_vf(-beta)));
+    }
+}
+
+/* Queries, keys and values lie head after head. */
+static int64_t first_channel(const struct delta_args *a, int64_t head) {
+    int64_t value_head = head - 2 * a->key_heads;
+    return value_head < 0 ? head * a->key_dim : 2 * a->key_heads * a->key_dim + value_head * a->value_dim;
+}
+
 /* A share of the heads of a few rows. */
 static void prepare(void *context, int64_t task) {
     const struct work *w = context;
     const struct delta_args *a = w->a;
     int64_t block = task / PARTS, part = task % PARTS;
     int64_t end = (block + 1) * BLOCK_ROWS < w->rows ? (block + 1) * BLOCK_ROWS : w->rows;
-    int64_t units = 2 * a->key_heads + a->value_heads;
+    int64_t heads = 2 * a->key_heads + a->value_heads, begin_head = heads * part / PARTS;
+    int64_t end_head = heads * (part + 1) / PARTS;
+    int64_t first = first_channel(a, begin_head), end_channel = first_channel(a, end_head);
     float query_scale = 1.0f / sqrtf((float)a->key_dim);
     const char **inputs = thread_scratch(6, a->kernel * sizeof *inputs);
     for (int64_t i = block * BLOCK_ROWS; i < end; i++) {
@@ -117,20 +165,11 @@ static void prepare(void *context, int64_t task) {
         const char *kept = kept_inputs(w, sequence);
         for (int64_t j = 0; j < a->kernel; j++) inputs[j] = input_row(w, sequence, kept, row, a->kernel - 1 - j);
         float *out = w->prepared + i * w->row_floats;
-        for (int64_t unit = units * part / PARTS; unit < units * (part + 1) / PARTS; unit++) {
-            int64_t value_head = unit - 2 * a->key_heads;
-            int64_t count = value_head < 0 ? a->key_dim : a->value_dim;
-            int64_t first = value_head < 0 ? unit * a->key_dim : 2 * a->key_heads * a->key_dim + value_head * count;
-            convolve(w, inputs, first, count, out + first);
-            if (value_head < 0) l2_normalise(out + first, count, unit < a->key_heads ? query_scale : 1.0f);
-        }
+        convolve(w, inputs, first, end_channel - first, out + first);
+        for (int64_t head = begin_head; head < end_head && head < 2 * a->key_heads; head++)
+            l2_normalise(out + head * a->key_dim, a->key_dim, head < a->key_heads ? query_scale : 1.0f);
         float *gates = out + w->channels;
-        for (int64_t head = a->value_heads * part / PARTS; head < a->value_heads * (part + 1) / PARTS; head++) {
-            float x = value_at(a->decay, a->dtype, row * a->decay_stride + head) + a->bias[head];
-            float softplus = x > 20.0f ? x : log1pf(expf(x));
-            gates[2 * head] = expf(a->rate[head] * softplus);
-            gates[2 * head + 1] = 1.0f / (1.0f + expf(-value_at(a->beta, a->dtype, row * a->beta_stride + head)));
-        }
+        if (part == 0) compute_gates(a, row, gates, gates + a->value_heads);
     }
 }
 
@@ -219,7 +258,7 @@ static void recur(void *context, int64_t task) {
     for (int64_t r = piece->begin; r < piece->end; r++) {
         int is_last = r + 1 == piece->end;
         const float *next_key = is_last ? key : key + w->row_floats;
-        float keep = row[w->channels + 2 * head], strength = row[w->channels + 2 * head + 1];
+        float keep = row[w->channels + head], strength = row[w->channels + a->value_heads + head];
         for (int64_t v = 0; v < vectors; v++) {
             vf value = load_some(row + value_channel + v * LANES, F32, columns - v * LANES);
             change[v] = (value - known[v] * keep) * strength;
