@@ -53,7 +53,8 @@ def nan_embedding(monkeypatch: pytest.MonkeyPatch) -> None:
 
 async def _one_of_many_fails(model: Path) -> None:
     prompts = [[1, 2, 3], [9, 8, 7, POISON], [4, 5, 6, 7, 8, 9]]
-    args = EngineArgs(model=str(model), kv_cache_gb=0.1)
+    # So few tokens a step that the fault meets neighbours in the middle of their answers, or of their prompts.
+    args = EngineArgs(model=str(model), kv_cache_gb=0.1, max_prefill_tokens=4)
     async with AsyncEngine(args) as engine:
         alone = [await engine.complete(prompt, PARAMS) for prompt in (prompts[0], prompts[2])]
         together = await asyncio.gather(
@@ -70,14 +71,20 @@ async def _one_of_many_fails(model: Path) -> None:
         assert engine.is_ready
 
 
+@pytest.fixture(params=["tiny_model", "tiny_hybrid"])
+def model(request: pytest.FixtureRequest) -> Path:
+    path: Path = request.getfixturevalue(request.param)
+    return path
+
+
 @pytest.mark.usefixtures("poisoned_forward")
-async def test_an_exception_in_a_batch_fails_only_its_request(tiny_model: Path) -> None:
-    await _one_of_many_fails(tiny_model)
+async def test_an_exception_in_a_batch_fails_only_its_request(model: Path) -> None:
+    await _one_of_many_fails(model)
 
 
 @pytest.mark.usefixtures("nan_embedding")
-async def test_logits_that_are_not_finite_fail_only_their_request(tiny_model: Path) -> None:
-    await _one_of_many_fails(tiny_model)
+async def test_logits_that_are_not_finite_fail_only_their_request(model: Path) -> None:
+    await _one_of_many_fails(model)
 
 
 async def test_a_broken_executor_fails_every_request_and_refuses_new_ones() -> None:
