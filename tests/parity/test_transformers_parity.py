@@ -84,6 +84,11 @@ def with_config(path: Path, directory: Path, **changes: Any) -> Path:
             variant("qwen3", "window-by-layer"),
             {"layer_types": ["full_attention", "full_attention", "sliding_attention"]},
         ),
+        (variant("qwen3_moe", "normalised"), {"norm_topk_prob": False}),
+        (variant("qwen3_moe", "plain"), {"num_experts_per_tok": 3}),
+        (variant("qwen3_next", "plain"), {"norm_topk_prob": False}),
+        (variant("qwen3_next", "half-rotary"), {"rope_parameters": None}),
+        (variant("qwen3_5_text", "plain"), {"rms_norm_eps": 1e-2}),
     ],
     ids=str,
 )
