@@ -3,15 +3,26 @@
  *
  * Keys are cut by absolute position into partitions of PARTITION keys and those into tiles of TILE. Within a partition the
  * softmax is computed online over its tiles (Milakov & Gimelshein 2018); partitions are then merged in order. That is so
- * for every row, whether it comes alone (decode: partitions can be computed by different threads) or with others (prefill:
- * one task computes all partitions for up to ROWS rows and the query heads of one KV head). */
+ * for every row, whether it comes alone or with others, and whether one thread computes all partitions of a piece of work or
+ * several threads share them.
+ *
+ * Everything is done in 32-bit words: of float32 a word is one value, of bfloat16 two, neighbours along the head for the
+ * products with keys and neighbouring positions for the sums of values, as dot-product instructions want them. So with
+ * bfloat16 a weight is rounded before it meets its value, and it is the rounded weights that are summed up. */
 #include "common.h"
 
 #define TILE 64
 #define PARTITION 1024
-#define ROWS 16
+#define ROWS 32
 #define QUERIES 4 /* vectors computed together */
+#define SLACK 8.0f
+#define LOG2E 1.44269504088896341
+/* Partitions are shared among threads when there are fewer pieces of work than this for each thread, and if what is kept of them
+ * until they are merged takes no more than this. */
+#define PIECES_PER_THREAD 8
+#define PARTIALS_BYTES (16 << 20)
 #define MAX_HEAD_DIM 512
+#define MAX_GROUPS 64
 
 /* One piece of machine code for each of these, so that the compiler cannot fuse multiplications and additions one way for one
  * caller and another way for the next. */
@@ -27,15 +38,24 @@ struct attention_args {
     double scale;
 };
 
-/* One piece of work: rows [row, row + rows) of one sequence and one KV head; for single rows one partition of it. */
+/* One piece of work: rows [row, row + rows) of one sequence and one KV head, over one partition or over all of them. */
 struct piece {
     int32_t sequence, rows;
     int64_t row, head, partition, partials; /* partition: -1 for all of them */
 };
 
-/* A softmax in progress over some keys: maximum, sum of weights, weighted sum of values. */
+/* One row and query head, and the keys it sees: positions from .. to - 1. */
+struct vector {
+    const uint32_t *query;
+    int64_t from, to;
+};
+
+/* A softmax in progress over some keys: sum of weights (in lanes until the partition's end) and weighted sum of values. A weight is
+ * 2^(score - maximum), scores in units of log 2; the maximum may lag behind the highest score by up to SLACK, so that what was
+ * summed up seldom has to be scaled anew (as FlashAttention-4 does). Whole cache lines each. */
 struct partial {
-    float maximum, total;
+    float maximum, total, unused[LANES - 2];
+    float lanes[LANES];
     float mixed[];
 };
 
@@ -118,16 +138,19 @@ static void transpose_tile(const char *const *rows, int64_t words, uint32_t *out
 #endif
 }
 
-static void widen_values(const struct attention_args *a, const char *const *rows, float *out) {
-    for (int64_t j = 0; j < TILE; j++) {
-        if (a->dtype == F32) {
-            memcpy(out + j * a->head_dim, rows[j], a->head_dim * 4);
-            continue;
-        }
-        const bf16 *row = (const bf16 *)rows[j];
+/* Values of TILE positions, words in the order of positions: [TILE][head_dim] float32, [TILE / 2][head_dim] pairs. */
+static void gather_values(const struct attention_args *a, const char *const *rows, uint32_t *out) {
+    if (a->dtype == F32) {
+        for (int64_t j = 0; j < TILE; j++) memcpy(out + j * a->head_dim, rows[j], a->head_dim * sizeof *out);
+        return;
+    }
+    for (int64_t j = 0; j < TILE; j += 2, out += a->head_dim) {
+        const bf16 *even = (const bf16 *)rows[j], *odd = (const bf16 *)rows[j + 1];
         int64_t d = 0;
-        for (; d + LANES <= a->head_dim; d += LANES) store_f32(out + j * a->head_dim + d, load_bf16(row + d));
-        for (; d < a->head_dim; d++) out[j * a->head_dim + d] = bf16_to_float(row[d]);
+        for (; d + LANES <= a->head_dim; d += LANES) {
+            *(vu *)(out + d) = widen_u16(*(const vh *)(even + d)) | widen_u16(*(const vh *)(odd + d)) << 16;
+        }
+        for (; d < a->head_dim; d++) out[d] = even[d] | (uint32_t)odd[d] << 16;
     }
 }
 
@@ -143,10 +166,10 @@ static inline vf dot(vf sum, vu keys, uint32_t query) {
 }
 #endif
 
-/* Scores of `count` <= QUERIES query vectors with a transposed tile of keys: [count][TILE]. */
+/* Products of `count` <= QUERIES query vectors with a transposed tile of keys: [count][TILE]. */
 #define SCORES(NAME, STEP)                                                                                             \
     static inline __attribute__((always_inline)) void NAME(const uint32_t *const *queries, int count, int64_t words,   \
-                                                           const uint32_t *keys, float scale, float *out) {            \
+                                                           const uint32_t *keys, float *out) {                         \
         vf s[QUERIES][TILE / LANES];                                                                                   \
         UNROLL for (int q = 0; q < count; q++)                                                                         \
             UNROLL for (int t = 0; t < TILE / LANES; t++) s[q][t] = (vf){};                                            \
@@ -159,110 +182,210 @@ static inline vf dot(vf sum, vu keys, uint32_t query) {
             }                                                                                                          \
         }                                                                                                              \
         UNROLL for (int q = 0; q < count; q++)                                                                         \
-            UNROLL for (int t = 0; t < TILE / LANES; t++) store_f32(out + q * TILE + t * LANES, s[q][t] * scale);      \
+            UNROLL for (int t = 0; t < TILE / LANES; t++) store_f32(out + q * TILE + t * LANES, s[q][t]);              \
     }
-static inline vf multiply_add(vf sum, vu keys, uint32_t query) {
-    union { uint32_t u; float f; } c = {query};
-    return sum + as_float(keys) * splat(c.f);
+static inline vf multiply_add(vf sum, vu words, uint32_t factor) {
+    union { uint32_t u; float f; } c = {factor};
+    return sum + as_float(words) * splat(c.f);
 }
 SCORES(scores_f32, multiply_add)
 SCORES(scores_bf16, dot)
 
 static void scores(const struct attention_args *a, const uint32_t *const *queries, int count, int64_t words,
                    const uint32_t *keys, float *out) {
-    float scale = (float)a->scale;
     /* Written out, so that the compiler keeps the sums of each count in registers. */
 #define COUNT(N)                                                                                                       \
     case N:                                                                                                            \
         if (a->dtype == F32) {                                                                                         \
-            scores_f32(queries, N, words, keys, scale, out);                                                           \
+            scores_f32(queries, N, words, keys, out);                                                                  \
         } else {                                                                                                       \
-            scores_bf16(queries, N, words, keys, scale, out);                                                          \
+            scores_bf16(queries, N, words, keys, out);                                                                 \
         }                                                                                                              \
         break;
     switch (count) { COUNT(1) COUNT(2) COUNT(3) COUNT(4) }
 #undef COUNT
 }
 
-/* mixed += sum over keys first .. last - 1 of weight * value, one chain per element in the order of keys; `count` vectors. */
-static inline __attribute__((always_inline)) void mix(float *const *mixed, const float *const *weights, int count,
-                                                      const float *values, int64_t head_dim, int64_t first, int64_t last) {
-    int64_t d = 0;
-    for (; d + 4 * LANES <= head_dim; d += 4 * LANES) {
-        vf s[QUERIES][4];
-        UNROLL for (int q = 0; q < count; q++)
-            UNROLL for (int t = 0; t < 4; t++) s[q][t] = load_f32(mixed[q] + d + t * LANES);
-        for (int64_t j = first; j < last; j++) {
-            vf v[4];
-            UNROLL for (int t = 0; t < 4; t++) v[t] = load_f32(values + j * head_dim + d + t * LANES);
-            UNROLL for (int q = 0; q < count; q++) {
-                vf weight = splat(weights[q][j]);
-                UNROLL for (int t = 0; t < 4; t++) s[q][t] = s[q][t] + weight * v[t];
-            }
-        }
-        UNROLL for (int q = 0; q < count; q++)
-            UNROLL for (int t = 0; t < 4; t++) store_f32(mixed[q] + d + t * LANES, s[q][t]);
+/* mixed[q] += sum over words first .. last - 1 of weight * value, one chain per element in the order of words: `count` vectors,
+ * WIDTH vectors of 16 lanes of each at a time. */
+#define MIX(NAME, STEP, WIDTH)                                                                                         \
+    static inline __attribute__((always_inline)) void NAME(float *const *mixed, const uint32_t *const *weights,        \
+                                                           int count, const uint32_t *values, int64_t head_dim,        \
+                                                           int64_t d, int64_t first, int64_t last) {                   \
+        vf s[QUERIES][WIDTH];                                                                                          \
+        UNROLL for (int q = 0; q < count; q++)                                                                         \
+            UNROLL for (int t = 0; t < WIDTH; t++) s[q][t] = load_f32(mixed[q] + d + t * LANES);                       \
+        for (int64_t w = first; w < last; w++) {                                                                       \
+            vu v[WIDTH];                                                                                               \
+            UNROLL for (int t = 0; t < WIDTH; t++) v[t] = *(const vu *)(values + w * head_dim + d + t * LANES);        \
+            UNROLL for (int q = 0; q < count; q++) {                                                                   \
+                uint32_t weight = weights[q][w];                                                                       \
+                UNROLL for (int t = 0; t < WIDTH; t++) s[q][t] = STEP(s[q][t], v[t], weight);                          \
+            }                                                                                                          \
+        }                                                                                                              \
+        UNROLL for (int q = 0; q < count; q++)                                                                         \
+            UNROLL for (int t = 0; t < WIDTH; t++) store_f32(mixed[q] + d + t * LANES, s[q][t]);                       \
     }
-    for (; d + LANES <= head_dim; d += LANES)
-        for (int q = 0; q < count; q++) {
-            vf s = load_f32(mixed[q] + d);
-            for (int64_t j = first; j < last; j++)
-                s = s + splat(weights[q][j]) * load_f32(values + j * head_dim + d);
-            store_f32(mixed[q] + d, s);
-        }
-    for (; d < head_dim; d++)
-        for (int q = 0; q < count; q++) {
-            /* In a lane, so that the compiler fuses multiply and add here exactly where it does above. */
-            vf s = splat(mixed[q][d]);
-            for (int64_t j = first; j < last; j++) s = s + splat(weights[q][j]) * splat(values[j * head_dim + d]);
-            mixed[q][d] = s[0];
-        }
+#define MIXES(TYPE, STEP)                                                                                              \
+    MIX(mix_##TYPE##_4, STEP, 4)                                                                                       \
+    MIX(mix_##TYPE##_2, STEP, 2)                                                                                       \
+    MIX(mix_##TYPE##_1, STEP, 1)                                                                                       \
+    static inline __attribute__((always_inline)) void mix_##TYPE(                                                      \
+        float *const *mixed, const uint32_t *const *weights, int count, const uint32_t *values, int64_t head_dim,      \
+        int64_t first, int64_t last) {                                                                                 \
+        int64_t d = 0;                                                                                                 \
+        for (; d + 4 * LANES <= head_dim; d += 4 * LANES)                                                              \
+            mix_##TYPE##_4(mixed, weights, count, values, head_dim, d, first, last);                                   \
+        for (; d + 2 * LANES <= head_dim; d += 2 * LANES)                                                              \
+            mix_##TYPE##_2(mixed, weights, count, values, head_dim, d, first, last);                                   \
+        for (; d + LANES <= head_dim; d += LANES)                                                                      \
+            mix_##TYPE##_1(mixed, weights, count, values, head_dim, d, first, last);                                   \
+        for (; d < head_dim; d++)                                                                                      \
+            for (int q = 0; q < count; q++) {                                                                          \
+                vf s = splat(mixed[q][d]);                                                                             \
+                for (int64_t w = first; w < last; w++)                                                                 \
+                    s = STEP(s, values[w * head_dim + d] - (vu){}, weights[q][w]);                                     \
+                mixed[q][d] = s[0];                                                                                    \
+            }                                                                                                          \
+    }
+MIXES(f32, multiply_add)
+MIXES(bf16, dot)
+
+static void mix(const struct attention_args *a, float *const *mixed, const uint32_t *const *weights, int count,
+                const uint32_t *values, int64_t first, int64_t last) {
+    if (first >= last) return;
+#define COUNT(N)                                                                                                       \
+    case N:                                                                                                            \
+        if (a->dtype == F32) mix_f32(mixed, weights, N, values, a->head_dim, first, last);                             \
+        else mix_bf16(mixed, weights, N, values, a->head_dim, first, last);                                            \
+        break;
+    switch (count) { COUNT(1) COUNT(2) COUNT(3) COUNT(4) }
+#undef COUNT
 }
 
-/* The same for vectors that see the same keys of the tile. */
-static void mix_alike(float *const *mixed, const float *const *weights, int count, const float *values,
-                      int64_t head_dim, int64_t first, int64_t last) {
-    switch (count) {
-    case 1: mix(mixed, weights, 1, values, head_dim, first, last); break;
-    case 2: mix(mixed, weights, 2, values, head_dim, first, last); break;
-    case 3: mix(mixed, weights, 3, values, head_dim, first, last); break;
-    case 4: mix(mixed, weights, 4, values, head_dim, first, last); break;
+/* The word in which only one of two keys is seen: the other's value may be anything, even NaN, and must not count. */
+static void mix_half(const struct attention_args *a, float *mixed, const uint32_t *weights, const uint32_t *values,
+                     int64_t word, uint32_t seen) {
+    uint32_t masked[MAX_HEAD_DIM];
+    for (int64_t d = 0; d < a->head_dim; d++) masked[d] = values[word * a->head_dim + d] & seen;
+    const uint32_t *weight = weights + word;
+    mix(a, &mixed, &weight, 1, masked, 0, 1);
+}
+
+/* Values of keys first[q] .. last[q] - 1 of the tile for each of `count` vectors: one by one where they see different keys. */
+static void mix_seen(const struct attention_args *a, float *const *mixed, const uint32_t *const *weights, int count,
+                     const uint32_t *values, const int64_t *first, const int64_t *last) {
+    int64_t keys = a->dtype == F32 ? 1 : 2, begin = 0, end = TILE;
+    for (int q = 0; q < count; q++) {
+        if (begin < (first[q] + keys - 1) / keys) begin = (first[q] + keys - 1) / keys;
+        if (end > last[q] / keys) end = last[q] / keys;
+    }
+    if (end < begin) end = begin;
+    for (int q = 0; q < count; q++) {
+        if (first[q] >= last[q]) continue;
+        int64_t whole = (first[q] + keys - 1) / keys, whole_end = last[q] / keys;
+        if (first[q] % keys) mix_half(a, mixed[q], weights[q], values, first[q] / keys, 0xFFFF0000u);
+        mix(a, mixed + q, weights + q, 1, values, whole, begin < whole_end ? begin : whole_end);
+    }
+    mix(a, mixed, weights, count, values, begin, end);
+    for (int q = 0; q < count; q++) {
+        if (first[q] >= last[q]) continue;
+        int64_t whole = (first[q] + keys - 1) / keys, whole_end = last[q] / keys;
+        mix(a, mixed + q, weights + q, 1, values, end > whole ? end : whole, whole_end);
+        if (last[q] % keys) mix_half(a, mixed[q], weights[q], values, last[q] / keys, 0x0000FFFFu);
     }
 }
 
-/* Turn a vector's scores of one tile into weights and take them into its softmax. Keys outside [first, last) are not seen. */
-static ONE_COPY void take_scores(struct partial *p, float *s, int64_t first, int64_t last, int64_t head_dim) {
-    for (int64_t j = 0; j < first; j++) s[j] = -INFINITY;
-    for (int64_t j = last; j < TILE; j++) s[j] = -INFINITY;
-    vf highest = load_f32(s);
-    for (int t = 1; t < TILE / LANES; t++) highest = max_vf(highest, load_f32(s + t * LANES));
-    float maximum = max_lanes(highest);
-    if (!(maximum <= p->maximum)) {
-        vf factor = exp_vf(splat(p->maximum - maximum)); /* 0 the first time: exp(-inf) */
-        p->total *= factor[0];
-        int64_t d = 0;
-        for (; d + LANES <= head_dim; d += LANES) store_f32(p->mixed + d, load_f32(p->mixed + d) * factor);
-        for (; d < head_dim; d++) p->mixed[d] *= factor[0];
-        p->maximum = maximum;
-    }
-    vf total = {};
-    UNROLL for (int t = 0; t < TILE / LANES; t++) {
-        vf weight = exp_vf(load_f32(s + t * LANES) - splat(p->maximum));
-        store_f32(s + t * LANES, weight);
-        total = total + weight;
-    }
-    p->total += sum_lanes(total);
+/* 2^x in float32 to about 1 unit in the last place, for x < 100; 0 for -inf, NaN for NaN. */
+static inline vf exp2_vf(vf x) {
+#ifdef METRALE_AVX512
+    x = (vf)_mm512_max_ps(_mm512_set1_ps(-150.0f), (__m512)x); /* the second operand is what it returns for NaN */
+    vf n = (vf)_mm512_roundscale_ps((__m512)x, 0);
+#else
+    vu nan = (vu)(x != x), under = (vu)(x < splat(-126.0f)), given = as_bits(x);
+    x = max_vf(x, splat(-126.0f));
+    vf shifted = x + 12582912.0f; /* 1.5 * 2^23: adding it rounds to an integer */
+    vf n = shifted - 12582912.0f;
+#endif
+    vf r = x - n, p = splat(1.5353361959569156e-4f);
+    p = p * r + 1.3398875016719103e-3f;
+    p = p * r + 9.61843691766262e-3f;
+    p = p * r + 5.5503323674201965e-2f;
+    p = p * r + 2.4022647738456726e-1f;
+    p = p * r + 6.931471824645996e-1f;
+    p = p * r + 1.0f;
+#ifdef METRALE_AVX512
+    return (vf)_mm512_scalef_ps((__m512)p, (__m512)n);
+#else
+    vu result = (as_bits(p) + (as_bits(shifted) << 23)) & ~under;
+    return as_float((nan & given) | (~nan & result));
+#endif
+}
+
+static inline int exceeds(vf x, float limit) {
+#ifdef METRALE_AVX512
+    return _mm512_cmp_ps_mask((__m512)x, _mm512_set1_ps(limit), _CMP_NLE_UQ) != 0;
+#else
+    return !(max_lanes(x) <= limit);
+#endif
+}
+
+/* Two vectors of weights as words of two. */
+static inline vu narrow_words(vf low, vf high) {
+#ifdef METRALE_AVX512_BF16
+    return (vu)_mm512_cvtne2ps_pbh((__m512)high, (__m512)low);
+#else
+    union { vh halves[2]; vu words; } c = {{narrow_bf16(low), narrow_bf16(high)}};
+    return c.words;
+#endif
 }
 
 static inline int64_t first_seen(const struct attention_args *a, int64_t position) {
     return a->window > 0 && position >= a->window ? position - a->window + 1 : 0;
 }
 
+/* Turn a vector's products with one tile into weights and take them into its softmax. Keys outside [first, last) are not seen. */
+static ONE_COPY void take_scores(struct partial *p, float *s, uint32_t *weights, int64_t first, int64_t last, float scale,
+                                 int64_t dtype, int64_t head_dim) {
+    if (first > 0 || last < TILE) {
+        for (int64_t j = 0; j < first; j++) s[j] = -INFINITY;
+        for (int64_t j = last; j < TILE; j++) s[j] = -INFINITY;
+    }
+    vf x[TILE / LANES], total = load_f32(p->lanes);
+    UNROLL for (int t = 0; t < TILE / LANES; t++) x[t] = load_f32(s + t * LANES);
+    vf highest = max_vf(max_vf(x[0], x[1]), max_vf(x[2], x[3])) * scale;
+    if (exceeds(highest, p->maximum + SLACK)) {
+        float maximum = max_lanes(highest);
+        vf factor = exp2_vf(splat(p->maximum - maximum)); /* 0 the first time: 2^-inf */
+        total = total * factor;
+        int64_t d = 0;
+        for (; d + LANES <= head_dim; d += LANES) store_f32(p->mixed + d, load_f32(p->mixed + d) * factor);
+        for (; d < head_dim; d++) p->mixed[d] *= factor[0];
+        p->maximum = maximum;
+    }
+    vf maximum = splat(p->maximum);
+    UNROLL for (int t = 0; t < TILE / LANES; t++) x[t] = exp2_vf(x[t] * scale - maximum);
+    if (dtype == F32) {
+        UNROLL for (int t = 0; t < TILE / LANES; t++) {
+            store_f32((float *)weights + t * LANES, x[t]);
+            total = total + x[t];
+        }
+    } else {
+        UNROLL for (int t = 0; t < TILE / LANES; t += 2) {
+            vu words = narrow_words(x[t], x[t + 1]);
+            *(vu *)(weights + t / 2 * LANES) = words;
+            total = dot(total, words, 0x3F803F80u); /* 1 and 1 */
+        }
+    }
+    store_f32(p->lanes, total);
+}
+
 /* Softmax partials of every (row, head of the group) of a piece over one partition: out[row * groups + head]. */
 static ONE_COPY void attend_partition(const struct attention_args *a, const struct piece *p, int64_t partition,
-                             struct partial **out) {
+                                      struct partial **out) {
     int64_t groups = groups_of(a), vectors = p->rows * groups, head_dim = a->head_dim;
     int64_t words = a->dtype == F32 ? head_dim : head_dim / 2;
+    float scale = (float)(a->scale * LOG2E);
     const int64_t *positions = a->positions + p->row;
     int64_t start = partition * PARTITION, end = positions[p->rows - 1] + 1;
     if (end > start + PARTITION) end = start + PARTITION;
@@ -272,66 +395,71 @@ static ONE_COPY void attend_partition(const struct attention_args *a, const stru
     const char *keys[TILE], *values[TILE];
     static const uint32_t zeros[MAX_HEAD_DIM];
     uint32_t *key_tile = thread_scratch(0, words * TILE * sizeof *key_tile);
-    float *value_tile = thread_scratch(1, TILE * head_dim * sizeof *value_tile);
-    float *score_tile = thread_scratch(2, vectors * TILE * sizeof *score_tile);
+    uint32_t *value_tile = thread_scratch(1, words * TILE * sizeof *value_tile);
+    float score_tile[QUERIES * TILE];
+    uint32_t weight_tile[QUERIES][TILE];
 
+    struct vector *all = thread_scratch(2, vectors * sizeof *all);
     for (int64_t v = 0; v < vectors; v++) {
+        int64_t row = v / groups, place = (p->row + row) * a->query_stride + (p->head * groups + v % groups) * head_dim;
+        all[v].query = (const uint32_t *)((const char *)a->query + place * (a->dtype == F32 ? 4 : 2));
+        all[v].from = first_seen(a, positions[row]);
+        all[v].to = positions[row] + 1;
         out[v]->maximum = -INFINITY;
-        out[v]->total = 0;
-        memset(out[v]->mixed, 0, head_dim * sizeof(float));
+        memset(out[v]->lanes, 0, (LANES + head_dim) * sizeof(float));
     }
     for (; start < end; start += TILE) {
         find_rows(a, p->sequence, p->head, start, a->context_lengths[p->sequence], zeros, keys, values);
         transpose_tile(keys, words, key_tile);
-        widen_values(a, values, value_tile);
+        gather_values(a, values, value_tile);
         for (int64_t v = 0; v < vectors; v += QUERIES) {
-            const uint32_t *queries[QUERIES];
+            const uint32_t *queries[QUERIES], *weights[QUERIES];
             float *mixed[QUERIES];
-            const float *weights[QUERIES];
             int64_t first[QUERIES], last[QUERIES];
-            int count = vectors - v < QUERIES ? (int)(vectors - v) : QUERIES, alike = 1, any = 0;
+            int count = vectors - v < QUERIES ? (int)(vectors - v) : QUERIES, any = 0, whole = 1;
             for (int q = 0; q < count; q++) {
-                int64_t row = (v + q) / groups, head = p->head * groups + (v + q) % groups;
-                int64_t place = (p->row + row) * a->query_stride + head * head_dim;
-                queries[q] = (const uint32_t *)((const char *)a->query + place * (a->dtype == F32 ? 4 : 2));
+                queries[q] = all[v + q].query;
                 mixed[q] = out[v + q]->mixed;
-                weights[q] = score_tile + (v + q) * TILE;
-                first[q] = first_seen(a, positions[row]) - start;
-                if (first[q] < 0) first[q] = 0;
-                last[q] = positions[row] + 1 - start;
-                if (last[q] > TILE) last[q] = TILE;
-                alike &= first[q] == first[0] && last[q] == last[0];
+                weights[q] = weight_tile[q];
+                first[q] = all[v + q].from > start ? all[v + q].from - start : 0;
+                last[q] = all[v + q].to < start + TILE ? all[v + q].to - start : TILE;
                 any |= first[q] < last[q];
+                whole &= first[q] == 0 && last[q] == TILE;
             }
             if (!any) continue;
-            scores(a, queries, count, words, key_tile, score_tile + v * TILE);
+            scores(a, queries, count, words, key_tile, score_tile);
             for (int q = 0; q < count; q++)
                 if (first[q] < last[q])
-                    take_scores(out[v + q], score_tile + (v + q) * TILE, first[q], last[q], head_dim);
-            if (alike) {
-                mix_alike(mixed, weights, count, value_tile, head_dim, first[0], last[0]);
-            } else {
-                for (int q = 0; q < count; q++)
-                    if (first[q] < last[q])
-                        mix_alike(mixed + q, weights + q, 1, value_tile, head_dim, first[q], last[q]);
-            }
+                    take_scores(out[v + q], score_tile + q * TILE, weight_tile[q], first[q], last[q], scale, a->dtype,
+                                head_dim);
+            if (whole) mix(a, mixed, weights, count, value_tile, 0, a->dtype == F32 ? TILE : TILE / 2);
+            else mix_seen(a, mixed, weights, count, value_tile, first, last);
         }
     }
+    for (int64_t v = 0; v < vectors; v++) out[v]->total = sum_lanes(load_f32(out[v]->lanes));
 }
 
 /* Take the next partition's partial into the running one. */
 static ONE_COPY void merge(struct partial *into, const struct partial *next, int64_t head_dim) {
     if (next->total == 0) return; /* it saw no key (a window that begins later) */
     float maximum = into->maximum > next->maximum ? into->maximum : next->maximum;
-    float old = exp_vf(splat(into->maximum - maximum))[0], new = exp_vf(splat(next->maximum - maximum))[0];
-    into->total = into->total * old + next->total * new;
-    for (int64_t d = 0; d < head_dim; d++) into->mixed[d] = into->mixed[d] * old + next->mixed[d] * new;
+    vf old = exp2_vf(splat(into->maximum - maximum)), new = exp2_vf(splat(next->maximum - maximum));
+    into->total = into->total * old[0] + next->total * new[0];
+    int64_t d = 0;
+    for (; d + LANES <= head_dim; d += LANES)
+        store_f32(into->mixed + d, load_f32(into->mixed + d) * old + load_f32(next->mixed + d) * new);
+    for (; d < head_dim; d++) into->mixed[d] = into->mixed[d] * old[0] + next->mixed[d] * new[0];
     into->maximum = maximum;
 }
 
 static ONE_COPY void write_out(const struct attention_args *a, int64_t row, int64_t head, const struct partial *p) {
-    int64_t place = (row * a->query_heads + head) * a->head_dim;
-    for (int64_t d = 0; d < a->head_dim; d++) {
+    int64_t place = (row * a->query_heads + head) * a->head_dim, d = 0;
+    for (; d + LANES <= a->head_dim; d += LANES) {
+        vf value = load_f32(p->mixed + d) / splat(p->total);
+        if (a->dtype == F32) store_f32((float *)a->out + place + d, value);
+        else store_bf16((bf16 *)a->out + place + d, value);
+    }
+    for (; d < a->head_dim; d++) {
         float value = p->mixed[d] / p->total;
         if (a->dtype == F32) ((float *)a->out)[place + d] = value;
         else ((bf16 *)a->out)[place + d] = float_to_bf16(value);
@@ -348,7 +476,7 @@ static void run_piece(void *context, int64_t task) {
     const struct attention_args *a = w->a;
     const struct piece *p = &w->pieces[task];
     int64_t groups = groups_of(a), vectors = p->rows * groups;
-    struct partial *next[ROWS * 64], *running[ROWS * 64];
+    struct partial *next[ROWS * MAX_GROUPS], *running[ROWS * MAX_GROUPS];
 
     if (p->partition >= 0) {
         for (int64_t v = 0; v < vectors; v++) next[v] = partial_at(w, p->partials + v);
@@ -380,57 +508,62 @@ static void run_piece(void *context, int64_t task) {
         write_out(a, p->row + v / groups, p->head * groups + v % groups, running[v]);
 }
 
-/* Merge the partitions of rows that came alone. */
+/* Merge the partitions of a piece that threads have shared; the first of them stands for all. */
 static void merge_piece(void *context, int64_t task) {
     const struct work *w = context;
     const struct attention_args *a = w->a;
     const struct piece *p = &w->pieces[task];
-    int64_t groups = groups_of(a);
-    int64_t begin = first_partition(a, a->positions[p->row]), end = partitions_up_to(a->positions[p->row]);
+    int64_t groups = groups_of(a), vectors = p->rows * groups;
+    int64_t begin = first_partition(a, a->positions[p->row]), end = partitions_up_to(a->positions[p->row + p->rows - 1]);
     if (p->partition != begin) return;
-    for (int64_t g = 0; g < groups; g++) {
-        struct partial *running = partial_at(w, p->partials + g);
+    for (int64_t v = 0; v < vectors; v++) {
+        struct partial *running = partial_at(w, p->partials + v);
         for (int64_t n = 1; n < end - begin; n++) {
-            struct partial *next = partial_at(w, p->partials + n * groups + g);
+            struct partial *next = partial_at(w, p->partials + n * vectors + v);
             if (running->total == 0) running = next;
             else merge(running, next, a->head_dim);
         }
-        write_out(a, p->row, p->head * groups + g, running);
+        write_out(a, p->row + v / groups, p->head * groups + v % groups, running);
     }
 }
 
-void op_attention(const struct attention_args *a) {
-    int64_t groups = groups_of(a), count = 0, partials = 0;
-    for (int64_t s = 0; s < a->sequences; s++) {
-        int64_t rows = a->query_starts[s + 1] - a->query_starts[s];
-        if (rows == 1) count += partitions_up_to(a->context_lengths[s] - 1);
-        else count += (rows + ROWS - 1) / ROWS;
-    }
-    struct piece *pieces = thread_scratch(4, (count * a->key_heads + 1) * sizeof *pieces);
-    int64_t n = 0, alone = 0;
-    /* Single rows first: they are merged afterwards, and long prompts fill up the time of threads that are done. */
-    for (int64_t s = 0; s < a->sequences; s++) {
-        int64_t row = a->query_starts[s];
-        if (a->query_starts[s + 1] - row != 1) continue;
-        int64_t begin = first_partition(a, a->positions[row]), end = partitions_up_to(a->positions[row]);
-        for (int64_t head = 0; head < a->key_heads; head++)
-            for (int64_t partition = begin; partition < end; partition++, partials += groups)
-                pieces[n++] = (struct piece){(int32_t)s, 1, row, head, partition, partials};
-    }
-    alone = n;
-    for (int64_t s = 0; s < a->sequences; s++) {
-        int64_t row = a->query_starts[s], end = a->query_starts[s + 1];
-        if (end - row == 1) continue;
-        /* The last rows see most keys: largest pieces first. */
-        for (int64_t group = (end - row + ROWS - 1) / ROWS - 1; group >= 0; group--) {
-            int64_t first = row + group * ROWS, rows = end - first < ROWS ? end - first : ROWS;
-            for (int64_t head = 0; head < a->key_heads; head++)
-                pieces[n++] = (struct piece){(int32_t)s, (int32_t)rows, first, head, -1, 0};
+/* Cut the batch into pieces; returns their number, and with `list` NULL only counts. Pieces whose partitions are shared come first,
+ * `shared` of them. */
+static int64_t cut(const struct attention_args *a, int shares, struct piece *list, int64_t *shared, int64_t *partials) {
+    int64_t n = 0;
+    *shared = *partials = 0;
+    for (int share = shares; share >= 0; share--) {
+        for (int64_t s = 0; s < a->sequences; s++) {
+            int64_t row = a->query_starts[s], end = a->query_starts[s + 1];
+            /* The last rows see most keys: largest pieces first. */
+            for (int64_t group = (end - row + ROWS - 1) / ROWS - 1; group >= 0; group--) {
+                int64_t first = row + group * ROWS, rows = end - first < ROWS ? end - first : ROWS;
+                int64_t from = first_partition(a, a->positions[first]), to = partitions_up_to(a->positions[first + rows - 1]);
+                if (share != (shares && to - from > 1)) continue;
+                for (int64_t head = 0; head < a->key_heads; head++)
+                    for (int64_t partition = share ? from : -1; partition < (share ? to : 0); partition++) {
+                        if (list) list[n] = (struct piece){(int32_t)s, (int32_t)rows, first, head, partition, *partials};
+                        n++;
+                        if (share) *partials += rows * groups_of(a);
+                    }
+            }
         }
+        if (share) *shared = n;
     }
-    struct work w = {a, pieces, NULL, 0};
+    return n;
+}
+
+void op_attention(const struct attention_args *a) {
+    int64_t shared, partials, n = cut(a, 0, NULL, &shared, &partials);
+    struct work w = {a, NULL, NULL, 0};
     w.partial_bytes = (sizeof(struct partial) + a->head_dim * sizeof(float) + 63) / 64 * 64;
+    int shares = n < PIECES_PER_THREAD * pool_threads();
+    if (shares) n = cut(a, 1, NULL, &shared, &partials);
+    if (partials * w.partial_bytes > PARTIALS_BYTES) n = cut(a, shares = 0, NULL, &shared, &partials);
+    struct piece *pieces = thread_scratch(4, (n + 1) * sizeof *pieces);
+    cut(a, shares, pieces, &shared, &partials);
+    w.pieces = pieces;
     w.partials = thread_scratch(5, partials * w.partial_bytes + 64);
     pool_run(run_piece, &w, n);
-    pool_run(merge_piece, &w, alone);
+    pool_run(merge_piece, &w, shared);
 }

@@ -38,29 +38,34 @@ static inline float bf16_to_float(bf16 x) {
     union { uint32_t u; float f; } c = {(uint32_t)x << 16};
     return c.f;
 }
-static inline vf load_bf16(const bf16 *p) {
-    return as_float(__builtin_convertvector(*(const vh *)p, vu) << 16);
-}
 /* Round to nearest even; NaN stays NaN. */
 static inline bf16 float_to_bf16(float x) {
     union { float f; uint32_t u; } c = {x};
     if (x != x) return (bf16)((c.u >> 16) | 0x40);
     return (bf16)((c.u + 0x7FFF + ((c.u >> 16) & 1)) >> 16);
 }
-static inline void store_bf16(bf16 *p, vf x) {
-    vu bits = as_bits(x);
-    vu rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16;
-    vu nan = (bits >> 16) | 0x40;
-    vu is_nan = (vu)(x != x);
-    rounded = (is_nan & nan) | (~is_nan & rounded);
-    *(vh *)p = __builtin_convertvector(rounded, vh);
-}
-/* The value after a round trip through bfloat16. */
-static inline vf round_bf16(vf x) {
+static inline vh narrow_bf16(vf x) {
+#ifdef METRALE_AVX512_BF16
+    /* One instruction; it takes what is too small for a normal number as zero. */
+    return (vh)_mm512_cvtneps_pbh((__m512)x);
+#else
     vu bits = as_bits(x), is_nan = (vu)(x != x);
-    vu rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) & 0xFFFF0000u;
-    return as_float((is_nan & (bits | 0x400000)) | (~is_nan & rounded));
+    vu rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16;
+    return __builtin_convertvector((is_nan & (bits >> 16 | 0x40)) | (~is_nan & rounded), vh);
+#endif
 }
+static inline vu widen_u16(vh x) {
+#ifdef METRALE_AVX512
+    return (vu)_mm512_cvtepu16_epi32((__m256i)x);
+#else
+    return __builtin_convertvector(x, vu);
+#endif
+}
+static inline vf widen_bf16(vh x) { return as_float(widen_u16(x) << 16); }
+static inline vf load_bf16(const bf16 *p) { return widen_bf16(*(const vh *)p); }
+static inline void store_bf16(bf16 *p, vf x) { *(vh *)p = narrow_bf16(x); }
+/* The value after a round trip through bfloat16. */
+static inline vf round_bf16(vf x) { return widen_bf16(narrow_bf16(x)); }
 
 static inline vf max_vf(vf a, vf b) {
 #ifdef METRALE_AVX512

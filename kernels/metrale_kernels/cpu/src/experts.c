@@ -139,10 +139,10 @@ static void gate_up(void *context, int64_t task) {
         int64_t count = s->end - row < GROUP_ROWS ? s->end - row : GROUP_ROWS;
         struct linear_args linear = {b->gathered + row * a->width * b->item, (const char *)a->gates + offset, NULL, gate,
                                      count, a->width, TILE, a->width, a->dtype, a->dtype};
-        linear_tile(&linear, 0, 0, count);
+        linear_tile(&linear, 0, 0, 0, count);
         linear.packed = (const char *)a->ups + offset;
         linear.out = up;
-        linear_tile(&linear, 0, 0, count);
+        linear_tile(&linear, 0, 0, 0, count);
         for (int64_t r = 0; r < count; r++) {
             for (int64_t i = 0; i < TILE; i += LANES) {
                 int64_t at = (r * TILE + i) * b->item;
@@ -161,7 +161,8 @@ static void down(void *context, int64_t task) {
     struct linear_args linear = {b->hidden,
                                  (const char *)a->downs + s->expert * b->width_tiles * TILE * a->inner * b->item,
                                  NULL, b->results, b->pairs, a->inner, a->width, a->inner, a->dtype, F32};
-    linear_tile(&linear, task % b->width_tiles, s->begin, s->end);
+    int64_t tile = task % b->width_tiles;
+    linear_tile(&linear, tile, tile, s->begin, s->end);
 }
 
 static void add_up(void *context, int64_t task) {

@@ -14,7 +14,7 @@ struct linear_args {
     int64_t rows, in_features, out_features, x_stride, x_dtype, out_dtype;
 };
 
-/* Outputs tile * TILE .. of rows begin .. end - 1. */
-void linear_tile(const struct linear_args *a, int64_t tile, int64_t begin, int64_t end);
+/* Outputs tile * TILE .. of rows begin .. end - 1. Meanwhile `next` is fetched, the tile the thread takes next (or `tile`). */
+void linear_tile(const struct linear_args *a, int64_t tile, int64_t next, int64_t begin, int64_t end);
 
 #endif
