@@ -6,6 +6,7 @@ of metrale_async it may import errors and arguments only.
 
 from metrale_async.models.catalogue import CATALOGUE, CatalogueEntry, models_folder
 from metrale_async.models.config import ModelConfig
+from metrale_async.models.decoder import decoder_states
 from metrale_async.models.generation_defaults import GenerationDefaults
 from metrale_async.models.gguf_file import GgufFile
 from metrale_async.models.interface import (
@@ -36,6 +37,7 @@ __all__ = [
     "PagedState",
     "Progress",
     "RecurrentState",
+    "decoder_states",
     "list_models",
     "load_config",
     "load_model",

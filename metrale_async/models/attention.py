@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+import torch
 from metrale_kernels.interface import Operations, PackedLinear, RaggedBatch
 from torch import Tensor
 
@@ -30,6 +31,11 @@ def attention_shapes(config: ModelConfig, prefix: str) -> Mapping[str, tuple[int
         shapes[f"{prefix}.q_norm.weight"] = (config.head_dim,)
         shapes[f"{prefix}.k_norm.weight"] = (config.head_dim,)
     return shapes
+
+
+def attention_states(config: ModelConfig, dtype: torch.dtype) -> Sequence[LayerState]:
+    """What one layer keeps of a sequence."""
+    return (PagedState(config.num_key_value_heads, config.head_dim, dtype),)
 
 
 class Attention:
@@ -62,7 +68,7 @@ class Attention:
                 weights.norm(f"{prefix}.q_norm.weight", zero_centred=zero_centred),
                 weights.norm(f"{prefix}.k_norm.weight", zero_centred=zero_centred),
             )
-        self.states: Sequence[LayerState] = (PagedState(self._kv_heads, self._head_dim, weights.dtype),)
+        self.states = attention_states(config, weights.dtype)
 
     def __call__(
         self, hidden: Tensor, batch: RaggedBatch, caches: Sequence[PagedCache], states: Sequence[Tensor]

@@ -10,12 +10,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+import torch
 from metrale_kernels.interface import Operations, RaggedBatch
 from torch import Tensor, float32
 
-from metrale_async.models.attention import Attention, attention_shapes
+from metrale_async.models.attention import Attention, attention_shapes, attention_states
 from metrale_async.models.config import ModelConfig
-from metrale_async.models.delta_net import GatedDeltaNet, delta_net_shapes
+from metrale_async.models.delta_net import GatedDeltaNet, delta_net_shapes, delta_net_states
 from metrale_async.models.experts import ExpertMixture, experts_shapes
 from metrale_async.models.interface import LayerState, PagedCache, PagedState, RecurrentState
 from metrale_async.models.mlp import GatedMlp, mlp_shapes
@@ -65,6 +66,14 @@ def decoder_shapes(config: ModelConfig) -> Mapping[str, tuple[int, ...]]:
     if not config.tie_word_embeddings:
         shapes["lm_head.weight"] = (config.vocab_size, config.hidden_size)
     return shapes
+
+
+def decoder_states(config: ModelConfig, dtype: torch.dtype) -> Sequence[Sequence[LayerState]]:
+    """The states each layer of a model computed in ``dtype`` keeps, known without its weights."""
+    return [
+        (delta_net_states if kind == "linear_attention" else attention_states)(config, dtype)
+        for kind in config.layer_types
+    ]
 
 
 class Decoder:

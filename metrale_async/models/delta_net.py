@@ -37,6 +37,16 @@ def delta_net_shapes(config: ModelConfig, prefix: str) -> Mapping[str, tuple[int
     }
 
 
+def delta_net_states(config: ModelConfig, dtype: torch.dtype) -> Sequence[LayerState]:
+    """What one layer keeps of a sequence: the convolution's newest inputs, and a matrix per head."""
+    delta = config.delta
+    assert delta is not None
+    return (
+        RecurrentState((delta.conv_kernel - 1, delta.channels), dtype),
+        RecurrentState((delta.value_heads, delta.key_dim, delta.value_dim), torch.float32),
+    )
+
+
 class GatedDeltaNet:
     """One layer: one projection for everything, convolution and recurrence, gated norm, output projection."""
 
@@ -67,10 +77,7 @@ class GatedDeltaNet:
         )
         self._norm = weights.tensor(f"{prefix}.norm.weight")
         self._output = weights.linear(f"{prefix}.out_proj", bias=False)
-        self.states: Sequence[LayerState] = (
-            RecurrentState((delta.conv_kernel - 1, delta.channels), weights.dtype),
-            RecurrentState((delta.value_heads, delta.key_dim, delta.value_dim), torch.float32),
-        )
+        self.states = delta_net_states(config, weights.dtype)
 
     def __call__(
         self, hidden: Tensor, batch: RaggedBatch, caches: Sequence[PagedCache], states: Sequence[Tensor]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 import anyio.to_thread
@@ -16,7 +16,7 @@ from metrale_async.engine import EngineArgs, EngineParts, SamplingParams
 from metrale_async.errors import CheckpointError, ConfigurationError, InvalidRequestError
 from metrale_async.execution.local_executor import LocalExecutor
 from metrale_async.execution.model_runner import ModelRunner
-from metrale_async.models import GenerationDefaults, LoadedModel, ModelSource, load_model, resolve_model
+from metrale_async.models import GenerationDefaults, LayerState, ModelSource, load_model, resolve_model
 from metrale_async.models.gguf_file import GgufFile
 from metrale_async.startup.memory import (
     KVCacheSize,
@@ -27,6 +27,8 @@ from metrale_async.startup.memory import (
     bytes_per_block,
     cpu_kv_bytes,
     kv_cache_size,
+    most_sequences,
+    recurrent_bytes,
     recurrent_states,
 )
 from metrale_async.startup.prefix_cache import build_prefix_cache
@@ -90,9 +92,8 @@ def _load(args: EngineArgs, progress: Progress | None) -> EngineParts:
     )
     model = loaded.model
     max_seq_len = min(args.max_seq_len, model.max_position_embeddings)
-    size = _size_kv_cache(args, loaded, max_seq_len, device)
+    size, max_batch_size = _size_memory(args, model.states, max_seq_len, device)
     caches = allocate_caches(model.states, size.num_blocks, args.block_size, device)
-    max_batch_size = args.max_batch_size or auto_batch_size(size.num_blocks * args.block_size)
     logger.info(
         "model %s: %s, weights %.0f MiB, KV cache %d blocks of %d tokens (%.0f MiB), %d sequences of up to %d tokens",
         source.display_name,
@@ -118,9 +119,7 @@ def _load(args: EngineArgs, progress: Progress | None) -> EngineParts:
 
     def prepare_thread() -> None:
         if device.type == "cpu":
-            if selection.name == "cpu":
-                # Loads the compiled library, which exists only where these kernels were chosen.
-                set_num_threads(threads)
+            set_num_threads(threads)
             # torch's own pool would fight the kernels' for the same cores; without ours, torch does the work.
             torch.set_num_threads(1 if selection.name == "cpu" else threads)
 
@@ -141,16 +140,23 @@ def _load(args: EngineArgs, progress: Progress | None) -> EngineParts:
     )
 
 
-def _size_kv_cache(args: EngineArgs, loaded: LoadedModel, max_seq_len: int, device: torch.device) -> KVCacheSize:
-    block_bytes = bytes_per_block(loaded.model.states, args.block_size)
+def _size_memory(
+    args: EngineArgs, states: Sequence[Sequence[LayerState]], max_seq_len: int, device: torch.device
+) -> tuple[KVCacheSize, int]:
+    """The KV cache, and how many sequences run at a time."""
+    block_bytes, sequence_bytes = bytes_per_block(states, args.block_size), recurrent_bytes(states)
     if device.type == "cpu":
         budget = cpu_kv_bytes(args.kv_cache_gb, available_memory_bytes())
+        batch = args.max_batch_size or most_sequences(budget, sequence_bytes)
     else:
         free, total = torch.cuda.mem_get_info(device)
         budget = int(total * args.gpu_memory_utilization) - (total - free)
+        batch = args.max_batch_size or most_sequences(budget, sequence_bytes)
+        # On CPU the KV cache has the size that was asked for; here it gets what is left.
+        budget -= batch * sequence_bytes
     blocks_per_sequence = -(-max_seq_len // args.block_size)
-    batch = args.max_batch_size or 128
-    return kv_cache_size(budget, block_bytes, most_useful_blocks=batch * blocks_per_sequence)
+    size = kv_cache_size(budget, block_bytes, most_useful_blocks=batch * blocks_per_sequence)
+    return size, args.max_batch_size or min(batch, auto_batch_size(size.num_blocks * args.block_size))
 
 
 def _end_token_ids(defaults: GenerationDefaults, tokenizer: Tokenizer) -> frozenset[int]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -81,12 +82,7 @@ def allocate_caches(
     dtype = dtypes.pop()
     elements = [state.heads * block_size * state.head_dim for state in paged]
     per_block = 2 * sum(elements)
-    if device.type == "cpu":
-        # calloc: pages cost memory when they are first written, so a large cache does not slow the start.
-        memory = torch.from_numpy(np.zeros(num_blocks * per_block * dtype.itemsize, dtype=np.uint8)).view(dtype)
-    else:
-        memory = torch.zeros(num_blocks * per_block, dtype=dtype, device=device)
-    blocks = memory.view(num_blocks, per_block)
+    blocks = _zeros((num_blocks, per_block), dtype, device)
     caches = []
     offset = 0
     for state, count in zip(paged, elements, strict=True):
@@ -98,6 +94,18 @@ def allocate_caches(
     return caches
 
 
+def recurrent_bytes(states: Sequence[Sequence[LayerState]]) -> int:
+    """Bytes that the recurrent states of one running sequence take: two places, see ModelRunner."""
+    return 2 * sum(math.prod(state.shape) * state.dtype.itemsize for state in recurrent_states(states))
+
+
+def most_sequences(budget_bytes: int, sequence_bytes: int) -> int:
+    """Sequences ``--max-batch-size auto`` never exceeds: their recurrent states may take half of the KV budget."""
+    if sequence_bytes == 0:
+        return AUTO_MAX_BATCH_SIZE
+    return max(1, min(AUTO_MAX_BATCH_SIZE, budget_bytes // 2 // sequence_bytes))
+
+
 def recurrent_states(states: Sequence[Sequence[LayerState]]) -> list[RecurrentState]:
     """The recurrent states of a model's layers, in layer order."""
     return [state for layer in states for state in layer if isinstance(state, RecurrentState)]
@@ -105,7 +113,15 @@ def recurrent_states(states: Sequence[Sequence[LayerState]]) -> list[RecurrentSt
 
 def allocate_states(states: Sequence[Sequence[LayerState]], places: int, device: torch.device) -> list[torch.Tensor]:
     """Memory for recurrent states, [places, *shape] each."""
-    return [torch.zeros(places, *state.shape, dtype=state.dtype, device=device) for state in recurrent_states(states)]
+    return [_zeros((places, *state.shape), state.dtype, device) for state in recurrent_states(states)]
+
+
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    nbytes = math.prod(shape) * dtype.itemsize
+    if device.type != "cpu" or nbytes == 0:
+        return torch.zeros(shape, dtype=dtype, device=device)
+    # calloc: pages cost memory when they are first written, so a large pool does not slow the start.
+    return torch.from_numpy(np.zeros(nbytes, dtype=np.uint8)).view(dtype).view(shape)
 
 
 def available_memory_bytes(meminfo: Path = Path("/proc/meminfo"), cgroup: Path = Path("/sys/fs/cgroup")) -> int:
