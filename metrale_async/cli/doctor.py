@@ -170,7 +170,7 @@ def _memory(args: EngineArgs) -> MemoryPlan:
     """As startup sizes it, from the configuration alone: the weights are not loaded, so their file stands for them."""
     import torch
 
-    from metrale_async.models import PagedState, load_config, resolve_model
+    from metrale_async.models import decoder_states, load_config, resolve_model
     from metrale_async.startup import choose_device
     from metrale_async.startup.memory import (
         auto_batch_size,
@@ -178,24 +178,29 @@ def _memory(args: EngineArgs) -> MemoryPlan:
         bytes_per_block,
         cpu_kv_bytes,
         kv_cache_size,
+        most_sequences,
+        recurrent_bytes,
     )
 
     source = resolve_model(args.model)
     config = load_config(source)
     # What auto means for every checkpoint but those in float32.
     dtype = torch.float32 if args.dtype == "float32" else torch.bfloat16
-    state = PagedState(config.num_key_value_heads, config.head_dim, dtype)
-    block_bytes = bytes_per_block([[state]] * config.num_hidden_layers, args.block_size)
+    states = decoder_states(config, dtype)
+    block_bytes, sequence_bytes = bytes_per_block(states, args.block_size), recurrent_bytes(states)
     files = [source.path] if source.kind == "gguf" else sorted(source.path.glob("*.safetensors"))
     weight_bytes = sum(file.stat().st_size for file in files)
     device = choose_device(args.device)
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
         budget = int(total * args.gpu_memory_utilization) - (total - free) - weight_bytes
+        batch = args.max_batch_size or most_sequences(budget, sequence_bytes)
+        budget -= batch * sequence_bytes
     else:
         budget = cpu_kv_bytes(args.kv_cache_gb, available_memory_bytes() - weight_bytes)
+        batch = args.max_batch_size or most_sequences(budget, sequence_bytes)
     max_seq_len = min(args.max_seq_len, config.max_position_embeddings)
-    useful = (args.max_batch_size or 128) * -(-max_seq_len // args.block_size)
+    useful = batch * -(-max_seq_len // args.block_size)
     size = kv_cache_size(budget, block_bytes, most_useful_blocks=useful)
     tokens = size.num_blocks * args.block_size
     return MemoryPlan(
@@ -205,7 +210,7 @@ def _memory(args: EngineArgs) -> MemoryPlan:
         num_blocks=size.num_blocks,
         tokens=tokens,
         max_seq_len=max_seq_len,
-        max_batch_size=args.max_batch_size or auto_batch_size(tokens),
+        max_batch_size=args.max_batch_size or min(batch, auto_batch_size(tokens)),
     )
 
 
