@@ -119,7 +119,9 @@ def _load(args: EngineArgs, progress: Progress | None) -> EngineParts:
 
     def prepare_thread() -> None:
         if device.type == "cpu":
-            set_num_threads(threads)
+            if selection.name == "cpu":
+                # Loads the compiled library, which exists only where these kernels were chosen.
+                set_num_threads(threads)
             # torch's own pool would fight the kernels' for the same cores; without ours, torch does the work.
             torch.set_num_threads(1 if selection.name == "cpu" else threads)
 
